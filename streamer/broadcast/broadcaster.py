@@ -1,0 +1,138 @@
+"""Rank 0's data path: the buffers, the readers and the sending thread, kept between syncs."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+
+from streamer.broadcast.staging import Stage
+from streamer.broadcast.stream import ChunkStream
+from streamer.plan import Chunk, Plan
+from streamer.source import Payload
+from streamer.trace import Trace
+from streamer.transport.base import Transport
+
+DEFAULT_NUM_BUFFERS = 3
+DEFAULT_THREADS = 16
+
+
+def send_packed(transport: Transport, chunk: Chunk, buffer: torch.Tensor, timeout: float) -> None:
+    """One uint8 broadcast of the whole chunk."""
+    transport.broadcast(buffer[: chunk.nbytes], timeout)
+
+
+def send_per_tensor(
+    transport: Transport, chunk: Chunk, buffer: torch.Tensor, timeout: float
+) -> None:
+    """One broadcast a tensor, in the order on the wire, each of the tensor's own dtype."""
+    for spec, offset in chunk.wire_order():
+        piece = buffer[offset : offset + spec.nbytes]
+        transport.broadcast(piece.view(spec.dtype) if spec.nbytes else piece, timeout)
+
+
+class Broadcaster:
+    """Stages and broadcasts plans over one transport.
+
+    ``num_buffers`` chunks are in flight; ``threads`` readers fill them. Device memory is
+    ``num_buffers`` times the largest chunk, which is at most the buffer size plus the largest
+    tensor. ``progress_timeout`` is the longest wait, in seconds, for a read or a broadcast.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        num_buffers: int = DEFAULT_NUM_BUFFERS,
+        threads: int = DEFAULT_THREADS,
+        progress_timeout: float = 120.0,
+        trace: Trace | None = None,
+    ) -> None:
+        self._transport = transport
+        self._num_buffers = num_buffers
+        self._progress = progress_timeout
+        self._trace = trace or Trace()
+        self._stage = Stage(transport.device, threads, self._trace)
+        self._buffers: deque[torch.Tensor] = deque()
+        cuda = transport.device.type == "cuda"
+        self._stream = torch.cuda.Stream(transport.device) if cuda else None
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="streamer-send", daemon=True)
+        self._thread.start()
+
+    def prepare(self, plan: Plan) -> None:
+        """Allocate the buffers that ``plan`` needs, unless they are there already."""
+        count = min(self._num_buffers, len(plan.chunks))
+        if len(self._buffers) < count or self._buffers[0].numel() < plan.largest_chunk:
+            self._buffers.clear()
+            self._buffers.extend(self._stage.allocate(plan.largest_chunk) for _ in range(count))
+
+    def sync(
+        self,
+        plan: Plan,
+        payloads: Iterator[Payload],
+        conduct: Callable[[ChunkStream], None],
+        *,
+        on_chunk: Callable[[int], None] = lambda nbytes: None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Stage ``plan`` on this thread while ``conduct(stream)`` runs on the sending thread.
+
+        ``conduct`` opens call after call on the servers and has ``stream.send(call)`` broadcast
+        it; it opens none once ``stream.failure`` is set. See `ChunkStream.produce` for ``on_chunk``
+        and ``check``. Raises what ``conduct`` raises, else the failure of the source; by then
+        nothing of this sync runs any more.
+        """
+        self.prepare(plan)
+        stream = ChunkStream(
+            plan,
+            deque(self._buffers),
+            stage=self._stage,
+            transport=self._transport,
+            send=send_packed if plan.packed else send_per_tensor,
+            stream=self._stream,
+            progress=self._progress,
+            trace=self._trace,
+        )
+        ended = threading.Event()
+        failures: list[BaseException] = []
+
+        def task() -> None:
+            try:
+                conduct(stream)
+            except BaseException as error:
+                failures.append(error)
+            finally:
+                stream.end()
+                ended.set()
+
+        self._tasks.put(task)
+        stream.produce(payloads, on_chunk, check)
+        while not ended.wait(0.5):
+            pass  # every step of the sending thread has a deadline of its own
+        if stream.late_reads or failures:
+            self._buffers.clear()
+        if failures:
+            raise failures[0]
+        if stream.failure is not None:
+            raise stream.failure
+
+    def _run(self) -> None:
+        """The sending thread: sync after sync."""
+        if self._stream is not None:
+            torch.cuda.set_device(self._transport.device)
+            torch.cuda.set_stream(self._stream)
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task
+
+    def close(self) -> None:
+        """Stop the threads and free the memory. A stuck transport must have been aborted before."""
+        self._tasks.put(None)
+        self._stage.close()
+        self._buffers.clear()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)

@@ -1,0 +1,33 @@
+"""HTTP headers from the command line. What they say is secret: no error repeats it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from streamer.exceptions import UsageError
+
+_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+
+
+def make_headers(headers: Sequence[str] | None, api_key: str | None) -> dict[str, str]:
+    """The headers of ``NAME: VALUE`` lines and an API key; a line for Authorization wins over that.
+
+    Raises `UsageError` for what cannot be a header.
+    """
+    made: dict[str, str] = {}
+    if api_key:
+        made["authorization"] = f"Bearer {_value('the API key', api_key)}"
+    for line in headers or ():
+        name, colon, value = line.partition(":")
+        if not colon or not _NAME.fullmatch(name):
+            raise UsageError("--header: give 'NAME: VALUE', as in 'Authorization: Bearer KEY'")
+        made[name.lower()] = _value(f"--header {name}", value)
+    return made
+
+
+def _value(what: str, text: str) -> str:
+    text = text.strip()  # a key out of a file often ends with a line break
+    if not (text.isascii() and text.isprintable()):
+        raise UsageError(f"{what}: only printable ASCII can be sent")
+    return text

@@ -1,0 +1,204 @@
+"""Arguments and options, so that one that several commands have is the same in all of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from streamer.broadcast.broadcaster import DEFAULT_NUM_BUFFERS
+from streamer.exceptions import UsageError
+from streamer.plan import DEFAULT_BUFFER_SIZE, MIB
+from streamer.registry import open_source
+from streamer.source import WeightSource
+from streamer.timeouts import Timeouts
+
+BUFFER_SIZE = f"{DEFAULT_BUFFER_SIZE // MIB}MiB"
+NUM_BUFFERS = DEFAULT_NUM_BUFFERS
+TIMEOUTS = Timeouts()
+
+_SERVER = "Reaching the servers"
+_TUNING = "Tuning"
+
+
+class PauseMode(StrEnum):
+    """What becomes of requests that a server is answering."""
+
+    keep = "keep"
+    wait = "wait"
+    abort = "abort"
+    none = "none"
+
+
+class Backend(StrEnum):
+    """The engine that receives."""
+
+    auto = "auto"
+    nccl = "nccl"
+    streamer = "streamer"
+
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        show_default=False,
+        help="A safetensors file, a checkpoint folder, or scheme://... (see: streamer sources)",
+    ),
+]
+SourceOptions = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="KEY=VALUE", help="Option of the source. Repeat for more."),
+]
+To = Annotated[
+    list[str],
+    typer.Option(
+        metavar="URL",
+        show_default=False,
+        help="A server, as http://host:port. Repeat for more: all receive at once.",
+    ),
+]
+WeightVersion = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Name of these weights on the servers. Else one is made up."),
+]
+Pause = Annotated[
+    PauseMode,
+    typer.Option(
+        help="Requests under way: keep them and go on afterwards, wait for them, abort them, or "
+        "none: you pause and resume the servers yourself.",
+    ),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY",
+        envvar="STREAMER_API_KEY",
+        rich_help_panel=_SERVER,
+        help="Sent as 'Authorization: Bearer KEY'. Better in the variable, which ps cannot see.",
+    ),
+]
+Header = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="'NAME: VALUE'",
+        rich_help_panel=_SERVER,
+        help="HTTP header for every call. Repeat for more.",
+    ),
+]
+CaBundle = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        exists=True,
+        rich_help_panel=_SERVER,
+        help="Certificates (PEM) to trust for https, in place of the usual ones.",
+    ),
+]
+TrustEnvProxies = Annotated[
+    bool,
+    typer.Option(
+        "--trust-env-proxies",
+        rich_help_panel=_SERVER,
+        help="Obey HTTP_PROXY and its like, which are ignored otherwise.",
+    ),
+]
+ConnectTimeout = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        rich_help_panel=_SERVER,
+        help="Wait so long for a connection, and for all workers to join.",
+    ),
+]
+ProgressTimeout = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        rich_help_panel=_SERVER,
+        help="Give up when no answer, chunk or read comes for so long.",
+    ),
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        rich_help_panel=_SERVER,
+        help="Give up when the whole push takes longer. Else there is no limit.",
+    ),
+]
+PerTensor = Annotated[
+    bool,
+    typer.Option(
+        "--per-tensor",
+        rich_help_panel=_TUNING,
+        help="One broadcast a tensor instead of packed chunks. Slower.",
+    ),
+]
+BufferSize = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE",
+        rich_help_panel=_TUNING,
+        help="Size of a chunk: 64MiB, 1GiB, or a number of bytes.",
+    ),
+]
+NumBuffers = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="N",
+        rich_help_panel=_TUNING,
+        help="Chunks in flight; each takes the memory of the largest one.",
+    ),
+]
+EngineBackend = Annotated[
+    Backend,
+    typer.Option(
+        rich_help_panel=_TUNING,
+        help="Engine that receives: auto asks the server; nccl is vLLM's own; streamer ours.",
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DEVICE",
+        rich_help_panel=_TUNING,
+        help="GPU that sends, such as cuda:1. Else the first one.",
+    ),
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST",
+        rich_help_panel=_TUNING,
+        help="Address of this host as the workers reach it. Else it is found out.",
+    ),
+]
+
+
+@contextlib.contextmanager
+def opened(source: str, options: Sequence[str] | None) -> Iterator[WeightSource]:
+    """``source`` opened with ``KEY=VALUE`` options, and closed at the end of the block."""
+    with contextlib.closing(open_source(source, **_parse_options(options or ()))) as weights:
+        yield weights
+
+
+def _parse_options(options: Sequence[str]) -> dict[str, str]:
+    parsed: dict[str, str] = {}
+    for option in options:
+        key, equals, value = option.partition("=")
+        # `source` is the parameter of open_source itself.
+        if not equals or not key.isidentifier() or key == "source":
+            raise UsageError(f"--option: {option!r} is not KEY=VALUE, as in revision=main")
+        if key in parsed:
+            raise UsageError(f"--option: {key} is given twice")
+        parsed[key] = value
+    return parsed

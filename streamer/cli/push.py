@@ -1,0 +1,93 @@
+"""``streamer push``: send a source to servers, once."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from streamer.cli import _options as o
+from streamer.cli._headers import make_headers
+from streamer.cli._output import one_line, print_json
+from streamer.cli._progress import push_progress
+from streamer.cli._sizes import count, format_size, parse_size
+from streamer.report import Report
+from streamer.timeouts import Timeouts
+
+
+def push(
+    source: o.Source,
+    to: o.To,
+    option: o.SourceOptions = None,
+    weight_version: o.WeightVersion = None,
+    pause: o.Pause = o.PauseMode.keep,
+    json: o.Json = False,
+    api_key: o.ApiKey = None,
+    header: o.Header = None,
+    ca_bundle: o.CaBundle = None,
+    trust_env_proxies: o.TrustEnvProxies = False,
+    connect_timeout: o.ConnectTimeout = o.TIMEOUTS.connect,
+    progress_timeout: o.ProgressTimeout = o.TIMEOUTS.progress,
+    timeout: o.Timeout = o.TIMEOUTS.total,
+    per_tensor: o.PerTensor = False,
+    buffer_size: o.BufferSize = o.BUFFER_SIZE,
+    num_buffers: o.NumBuffers = o.NUM_BUFFERS,
+    backend: o.EngineBackend = o.Backend.auto,
+    device: o.Device = None,
+    address: o.Address = None,
+) -> None:
+    """Push the weights of SOURCE into running servers.
+
+    Example: streamer push /models/Qwen3-8B --to http://localhost:8000
+
+    A vLLM server must run with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config.
+
+    When this ends with exit code 0, all servers answer with the new weights.
+    """
+    from streamer.session import Session
+
+    with (
+        push_progress() as on_event,
+        Session(
+            to,
+            backend=backend.value,
+            packed=not per_tensor,
+            buffer_size=parse_size(buffer_size, "--buffer-size"),
+            num_buffers=num_buffers,
+            pause=pause.value,
+            timeouts=Timeouts(connect_timeout, progress_timeout, timeout),
+            device=device,
+            address=address,
+            headers=make_headers(header, api_key),
+            verify=True if ca_bundle is None else str(ca_bundle),
+            trust_env=trust_env_proxies,
+            on_event=on_event,
+        ) as session,
+    ):
+        started = time.monotonic()
+        with o.opened(source, option) as weights:
+            opening = time.monotonic() - started
+            report = session.push(weights, weight_version=weight_version)
+    report = _with_opening(report, opening)
+    if json:
+        print_json(report.as_json())
+    else:
+        print(_summary(report))
+
+
+def _with_opening(report: Report, seconds: float) -> Report:
+    """Count the opening of the source, which was done here because only here are its options."""
+    old = report.seconds
+    new = dataclasses.replace(old, open=old.open + seconds, total=old.total + seconds)
+    return dataclasses.replace(report, seconds=new)
+
+
+def _summary(report: Report) -> str:
+    workers = count(sum(server.world_size for server in report.servers), "worker")
+    servers = count(len(report.servers), "server")
+    seconds = report.seconds
+    return (
+        f"pushed {count(report.tensors, 'tensor')}, {format_size(report.bytes)}, to {workers} of "
+        f"{servers} in {seconds.total:.2f} s (open {seconds.open:.2f}, connect "
+        f"{seconds.connect:.2f}, update {seconds.update:.2f} at {report.gb_per_s:.2f} GB/s, finish "
+        f"{seconds.finish:.2f}); weight version {one_line(report.weight_version)}"
+    )

@@ -1,0 +1,1 @@
+"""Which dialect a server speaks."""

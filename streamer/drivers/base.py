@@ -1,0 +1,89 @@
+"""What a driver does: speak one server's dialect, from the first question to the last resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from streamer.plan import Call, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a server says of itself.
+
+    ``backend`` is the engine that receives (``nccl``: vLLM's own; ``streamer``: ours), ``device``
+    the type of its workers' device (``cuda``, ``cpu``). ``world_size`` counts its workers.
+    """
+
+    url: str
+    version: str
+    world_size: int
+    backend: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class JoinInfo:
+    """What a server's workers are told so that they join: the trainer is rank 0."""
+
+    rendezvous: Mapping[str, Any]
+    rank_offset: int
+    world_size: int
+    packed: bool
+    buffer_size: int
+    num_buffers: int
+
+
+class Driver(Protocol):
+    """One server. Each method blocks until the server has answered, or raises a `StreamerError`.
+
+    The session calls, in this order: ``probe`` once; ``join`` while it enters the rendezvous
+    itself; then for each sync ``begin``, ``update`` once a call of the plan while it broadcasts,
+    ``commit``. A sync that fails calls ``release`` if no byte was sent, else ``abandon``.
+    """
+
+    url: str
+
+    def probe(self) -> ServerInfo:
+        """Ask what the server is; changes nothing there."""
+
+    def check(self, plan: Plan) -> None:
+        """Raise `PlanError` if this server cannot take ``plan``."""
+
+    def is_ours(self) -> bool:
+        """Whether the server still is in the state that our last sync, or join, left it in."""
+
+    def join(self, info: JoinInfo) -> None:
+        """Make the workers enter the rendezvous; returns when all of them have joined."""
+
+    def settle(self, workers: Sequence[Mapping[str, Any]]) -> None:
+        """Close an update that a dead trainer left open, going by what the workers said on joining.
+
+        ``workers`` holds one mapping a worker, in rank order, empty where none was said.
+        """
+
+    def begin(self, weight_version: str) -> None:
+        """Stop generation, mark the server as incomplete, and open an update."""
+
+    def update(self, call: Call) -> None:
+        """Have the workers receive one call; returns when they have."""
+
+    def commit(self, weight_version: str) -> None:
+        """Close the update, name the weights, drop stale caches and let the server answer again."""
+
+    def release(self) -> None:
+        """Undo ``begin``: no byte was sent, and the server shall serve its old weights again."""
+
+    def abandon(self) -> str:
+        """Close a failed update, leaving the server marked and paused. Says what it may hold."""
+
+    def leave(self) -> None:
+        """Have the workers leave the group, so that another trainer can connect."""
+
+    def cancel(self) -> None:
+        """Wake every call under way on another thread; it raises."""
+
+    def close(self) -> None:
+        """Drop connections."""

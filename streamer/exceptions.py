@@ -1,0 +1,85 @@
+"""Every error that streamer raises.
+
+    StreamerError
+    ├── UsageError              an argument or option that cannot be right
+    ├── PluginError             a source plugin that is broken, missing or ambiguous
+    ├── SourceError             the weights cannot be read
+    │   └── SpecMismatch        a source yields other than its specs() declared
+    ├── PlanError               these tensors cannot be sent to this server
+    ├── ServerError             an inference server did not do what was asked
+    │   ├── ServerUnreachable   no connection, or it broke before an answer
+    │   ├── ServerRefused       an answer, and it says no
+    │   └── IncompatibleServer  a version, mode or configuration that cannot work
+    ├── TransportError          the data plane failed: rendezvous, broadcast, a dead peer
+    └── DeadlineExceeded        a wait ended at its deadline
+
+A message is one line that names the thing (server, phase, tensor, file, both values) and the
+remedy. Errors of libraries are turned into these where they are caught, with ``from``.
+"""
+
+from __future__ import annotations
+
+
+class StreamerError(Exception):
+    """Base of the tree. ``str(error)`` is one line, fit for a user.
+
+    ``held`` is filled by a failed sync: what each server may hold afterwards, by URL.
+    """
+
+    held: dict[str, str]
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.held = {}
+
+    def __str__(self) -> str:
+        parts = [super().__str__(), *(f"{url} {state}" for url, state in self.held.items())]
+        return "; ".join(parts)
+
+
+class UsageError(StreamerError):
+    """An argument or option that cannot be right."""
+
+
+class PluginError(StreamerError):
+    """A source plugin that is broken, missing or ambiguous."""
+
+
+class SourceError(StreamerError):
+    """The weights cannot be read."""
+
+
+class SpecMismatch(SourceError):
+    """A source yields a name, dtype or shape that its ``specs()`` did not declare there."""
+
+
+class PlanError(StreamerError):
+    """These tensors cannot be sent to this server."""
+
+
+class ServerError(StreamerError):
+    """An inference server did not do what was asked."""
+
+
+class ServerUnreachable(ServerError):
+    """No connection to a server, or it broke before the answer came."""
+
+
+class ServerRefused(ServerError):
+    """A server answered, and the answer is no. ``status`` is the HTTP status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class IncompatibleServer(ServerError):
+    """A server whose version, mode or configuration cannot work with this client."""
+
+
+class TransportError(StreamerError):
+    """The data plane failed: rendezvous, broadcast, or a peer that died."""
+
+
+class DeadlineExceeded(StreamerError):
+    """A wait ended at its deadline."""

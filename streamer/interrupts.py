@@ -1,0 +1,71 @@
+"""SIGINT and SIGTERM during a sync: the stream is completed first, and then they take effect."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import Any
+
+from streamer.source import Payload
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """Holds signals back while servers are in the middle of an update.
+
+    A worker that is left inside a broadcast may never answer again, so the first signal only ends
+    the reading of the source: raised at once while the source's own code runs, else
+    at the next `check`. When the block is left, the handler that was there before gets the signal.
+    A second signal is not held back. Outside the main thread, where Python runs no handlers, this
+    does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._in_source = False
+        self._pending: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def check(self) -> None:
+        """Raise `KeyboardInterrupt` if a signal is being held back."""
+        if self._pending is not None:
+            raise KeyboardInterrupt
+
+    def within(self, payloads: Iterator[Payload]) -> Iterator[Payload]:
+        """``payloads``, with signals let through while the source produces the next one."""
+        while True:
+            self._in_source = True
+            try:
+                payload = next(payloads, None)
+            finally:
+                self._in_source = False
+            if payload is None:
+                return
+            yield payload
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        again, self._pending = self._pending is not None, number
+        if again or self._in_source:
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> Interrupts:
+        self._pending = None
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                # A handler that was not set from Python (None) could not be put back from Python.
+                if signal.getsignal(number) is not None:
+                    self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+        if self._pending is not None:
+            signal.raise_signal(self._pending)

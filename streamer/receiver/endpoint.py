@@ -1,0 +1,135 @@
+"""One worker's end of the group: joins, receives, and survives a trainer that dies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pybase64
+import torch
+
+from streamer.exceptions import PlanError, TransportError
+from streamer.receiver.loop import Sink, parse_update, receive
+from streamer.transport.base import Transport
+from streamer.transport.gloo import GlooTransport
+from streamer.transport.lifeline import Lifeline
+from streamer.transport.nccl import NcclTransport
+
+JOIN_SECONDS = 60.0
+RECEIVE_SECONDS = 3600.0
+"""The longest wait for one broadcast. The trainer's own deadlines end a sync long before; a trainer
+that is gone is noticed through the lifeline."""
+
+
+@dataclass(kw_only=True)
+class InitInfo:
+    """``init_info`` of the streamer backend: a superset of what vLLM's nccl engine takes.
+
+    ``master_address`` and ``master_port`` lead to the trainer's lifeline. With
+    ``nccl_unique_id_b64`` the bytes come over NCCL, without it over Gloo. With the id alone there
+    is no lifeline: a trainer that only speaks to vLLM's own engine can be received from as well.
+    """
+
+    rank_offset: int
+    world_size: int
+    nccl_unique_id_b64: str | None = None
+    master_address: str | None = None
+    master_port: int | None = None
+    packed: bool = False
+    packed_buffer_size_bytes: int = 1 << 30
+    packed_num_buffers: int = 2
+
+    @classmethod
+    def parse(cls, init_info: Mapping[str, Any]) -> InitInfo:
+        """From JSON. Raises `PlanError` for an unknown or missing key."""
+        try:
+            return cls(**init_info)
+        except TypeError as error:
+            raise PlanError(f"init_info: {str(error).partition(') ')[2] or error}") from None
+
+    def __post_init__(self) -> None:
+        if (self.master_address is None) != (self.master_port is None):
+            raise PlanError("init_info: master_address and master_port come together")
+        if self.master_address is None and self.nccl_unique_id_b64 is None:
+            raise PlanError("init_info: neither nccl_unique_id_b64 nor master_address is given")
+
+
+class Endpoint:
+    """A worker's membership in one trainer's group. ``worker`` counts from 0 within the server."""
+
+    def __init__(self, device: torch.device, worker: int) -> None:
+        self._device = device
+        self._worker = worker
+        self._info: InitInfo | None = None
+        self._transport: Transport | None = None
+        self._lifeline: Lifeline | None = None
+
+    def join(self, info: InitInfo, *, update_open: bool) -> None:
+        """Leave any earlier group and enter this one; returns when all ranks have joined.
+
+        ``update_open`` tells the trainer that an update of an earlier one was never finished here.
+        Raises `TransportError` if the trainer cannot be reached or the ranks do not come.
+        """
+        self.leave()
+        rank = info.rank_offset + self._worker
+        self._info = info
+        try:
+            if info.master_address is not None and info.master_port is not None:
+                self._lifeline = Lifeline.join(info.master_address, info.master_port, JOIN_SECONDS)
+                self._lifeline.report(rank, update_open=update_open)
+            self._transport = self._make_transport(info, rank)
+            if self._lifeline is not None:
+                self._lifeline.watch(self._transport.abort)
+            self._transport.connect(JOIN_SECONDS)
+        except BaseException:
+            self.leave()
+            raise
+
+    def _make_transport(self, info: InitInfo, rank: int) -> Transport:
+        if info.nccl_unique_id_b64 is not None:
+            try:
+                unique_id = pybase64.b64decode(info.nccl_unique_id_b64, validate=True)
+            except ValueError as error:
+                raise TransportError(
+                    f"nccl_unique_id_b64 is not standard base64: {error}"
+                ) from error
+            return NcclTransport(self._device, rank, info.world_size, unique_id)
+        assert self._lifeline is not None
+        return GlooTransport(self._lifeline, rank, info.world_size)
+
+    def receive(
+        self,
+        update_info: Mapping[str, Any],
+        allocate: Callable[[int], torch.Tensor],
+        sink: Sink,
+    ) -> None:
+        """Receive one ``/update_weights`` call. See `streamer.receiver.loop.receive`."""
+        if self._transport is None or self._info is None:
+            raise TransportError(
+                "not connected to a trainer: POST /init_weight_transfer_engine first"
+            )
+        receive(
+            self._transport,
+            parse_update(update_info),
+            packed=self._info.packed,
+            buffer_size=self._info.packed_buffer_size_bytes,
+            allocate=allocate,
+            sink=sink,
+            timeout=RECEIVE_SECONDS,
+            chunk_sizes=update_info.get("chunk_sizes"),
+        )
+
+    def abort(self, reason: str) -> None:
+        """End a receive that is under way on another thread."""
+        if self._transport is not None:
+            self._transport.abort(reason)
+
+    def leave(self) -> None:
+        """Free the communicator and forget the trainer. Idempotent; never blocks for long."""
+        transport, self._transport = self._transport, None
+        lifeline, self._lifeline = self._lifeline, None
+        if transport is not None:
+            transport.close()
+        if lifeline is not None:
+            lifeline.close()

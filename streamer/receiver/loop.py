@@ -1,0 +1,106 @@
+"""The receive loop: one for both modes, for every receiver of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from streamer.exceptions import PlanError, StreamerError
+from streamer.plan import packed_boundaries
+from streamer.source import TensorSpec
+from streamer.transport.base import Transport
+
+Sink = Callable[[list[tuple[str, torch.Tensor]]], None]
+"""Takes the tensors of one chunk: views of the buffer that the allocator gave for it."""
+
+
+def parse_update(update_info: Mapping[str, object]) -> list[TensorSpec]:
+    """The specs that ``update_info`` lists. Raises `PlanError` for one that is malformed."""
+    names, dtypes, shapes = (update_info.get(key) for key in ("names", "dtype_names", "shapes"))
+    if not (
+        isinstance(names, list) and isinstance(dtypes, list) and isinstance(shapes, list)
+    ) or not len(names) == len(dtypes) == len(shapes):
+        raise PlanError("update_info needs names, dtype_names and shapes, lists of one length")
+    specs: list[TensorSpec] = []
+    for name, dtype_name, shape in zip(names, dtypes, shapes, strict=True):
+        dtype = getattr(torch, dtype_name, None) if isinstance(dtype_name, str) else None
+        if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
+            raise PlanError(f"tensor {name!r}: torch has no dtype {dtype_name!r}")
+        if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+            raise PlanError(f"tensor {name}: {shape!r} is not a shape")
+        specs.append(TensorSpec(name, dtype, tuple(shape)))
+    return specs
+
+
+def receive(
+    transport: Transport,
+    specs: Sequence[TensorSpec],
+    *,
+    packed: bool,
+    buffer_size: int,
+    allocate: Callable[[int], torch.Tensor],
+    sink: Sink,
+    timeout: float,
+    chunk_sizes: Sequence[int] | None = None,
+) -> None:
+    """Receive ``specs``, listed in the order on the wire, and give each chunk to ``sink``.
+
+    ``allocate(nbytes)`` gives the uint8 buffer of a chunk on the transport's device; the tensors
+    given to ``sink`` are views of it, so whoever keeps them must allocate a new one each time.
+    ``chunk_sizes``, if the sender told them, are compared before anything is received.
+
+    If ``sink`` raises, the rest is still received, and thrown away, so that the sender and the
+    other workers are not left hanging; then its error is raised. ``timeout`` is the longest
+    wait for one broadcast, in seconds.
+    """
+    chunks = list(_chunks(specs, packed, buffer_size))
+    sizes = [sum(spec.nbytes for spec in chunk) for chunk in chunks]
+    if packed and chunk_sizes is not None and list(chunk_sizes) != sizes:
+        raise PlanError(
+            f"the sender cuts {len(chunk_sizes)} chunks of {sum(chunk_sizes)} bytes, this worker "
+            f"expects {len(sizes)} of {sum(sizes)} with a buffer of {buffer_size} bytes: nothing "
+            "was received"
+        )
+    failure: Exception | None = None
+    for chunk, size in zip(chunks, sizes, strict=True):
+        buffer = allocate(size)
+        if packed:
+            transport.broadcast(buffer, timeout)
+            tensors = list(_views(chunk, buffer))
+        else:
+            tensors = [(chunk[0].name, _view(chunk[0], buffer))]
+            transport.broadcast(tensors[0][1], timeout)
+        if failure is None:
+            try:
+                sink(tensors)
+            except Exception as error:
+                failure = error
+    transport.wait(timeout)
+    if failure is not None:
+        if isinstance(failure, StreamerError):
+            raise failure
+        raise StreamerError(f"{type(failure).__name__}: {failure}") from failure
+
+
+def _chunks(
+    specs: Sequence[TensorSpec], packed: bool, buffer_size: int
+) -> Iterator[Sequence[TensorSpec]]:
+    if not packed:
+        yield from ([spec] for spec in specs)
+        return
+    start = 0
+    for end in packed_boundaries([spec.nbytes for spec in specs], buffer_size):
+        yield specs[start:end]
+        start = end
+
+
+def _views(chunk: Sequence[TensorSpec], buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    offset = 0
+    for spec in chunk:
+        yield spec.name, _view(spec, buffer[offset : offset + spec.nbytes])
+        offset += spec.nbytes
+
+
+def _view(spec: TensorSpec, data: torch.Tensor) -> torch.Tensor:
+    return data.view(spec.dtype).view(spec.shape)

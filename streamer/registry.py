@@ -1,0 +1,266 @@
+"""Find plugins, ask them for sources, and open one from a URI, a path or an object."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pluggy
+
+from streamer import hookspecs
+from streamer.exceptions import PluginError, SourceError, UsageError
+from streamer.hookspecs import PROJECT, SourceFactory
+from streamer.source import WeightSource
+
+ENTRY_POINT_GROUP = "streamer"
+PATH_SCHEME = "safetensors"
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class SourceEntry:
+    """One registered scheme."""
+
+    scheme: str
+    factory: SourceFactory
+    accepts: Callable[[object], bool] | None
+    summary: str
+    plugin: str
+    distribution: str
+
+    @property
+    def built_in(self) -> bool:
+        """Whether it ships with streamer. A third party's claim to an object wins over these."""
+        return self.distribution == PROJECT
+
+
+@dataclass(frozen=True)
+class BrokenPlugin:
+    """A plugin that was set aside, and why."""
+
+    plugin: str
+    distribution: str
+    error: str
+
+
+@dataclass
+class Registry:
+    """The sources of a set of plugins.
+
+    Plugins are taken one by one: one that cannot be imported, has an unknown hook argument, or
+    fails while registering is listed in ``broken`` and takes nothing with it.
+    """
+
+    entries: dict[str, SourceEntry] = field(default_factory=dict)
+    broken: list[BrokenPlugin] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._manager = self._new_manager()
+
+    def load_entry_points(
+        self, entry_points: Iterable[importlib.metadata.EntryPoint] | None = None
+    ) -> None:
+        """Load every plugin of the group, built-in ones first, then by name."""
+        if entry_points is None:
+            entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+        found = [(_distribution(point), point) for point in entry_points]
+        for distribution, point in sorted(
+            found, key=lambda pair: (pair[0] != PROJECT, pair[1].name, pair[0])
+        ):
+            try:
+                plugin = point.load()
+            except (Exception, SystemExit) as error:
+                self._set_aside(point.name, distribution, error)
+            else:
+                self._add_or_set_aside(plugin, point.name, distribution)
+
+    def add(
+        self, plugin: object, name: str | None = None, distribution: str = "in-process"
+    ) -> None:
+        """Register a plugin of this process: a module, an instance, or a class's instance.
+
+        Raises `PluginError` if it is broken or its name or one of its schemes is taken.
+        """
+        name = name or getattr(plugin, "__name__", None) or type(plugin).__name__
+        if inspect.isclass(plugin):
+            raise PluginError(
+                f"plugin {name} ({distribution}) is a class: register a module or an instance of it"
+            )
+        if self._manager.has_plugin(name):
+            raise PluginError(f"plugin {name} ({distribution}) is registered already")
+        entries = self._ask(plugin, name, distribution)
+        self._manager.register(plugin, name=name)
+        self.entries.update(entries)
+
+    def call_on_event(self, event: object) -> list[Exception]:
+        """Give ``event`` to every plugin in turn; return what they raised."""
+        errors: list[Exception] = []
+        for _, plugin in self._manager.list_name_plugin():
+            others = [other for other in self._manager.get_plugins() if other is not plugin]
+            try:
+                self._manager.subset_hook_caller("streamer_on_event", others)(event=event)
+            except Exception as error:
+                errors.append(error)
+        return errors
+
+    def open(self, source: object, *, scheme: str | None = None, **options: Any) -> WeightSource:
+        """Open a source; see `streamer.open_source`."""
+        entry, rest = self._choose(source, scheme)
+        if entry is None:
+            assert isinstance(source, WeightSource)
+            return source
+        try:
+            inspect.signature(entry.factory).bind(rest, **options)
+        except TypeError as error:
+            raise UsageError(
+                f"source {entry.scheme} does not take these options: {error}"
+            ) from None
+        except ValueError:
+            pass
+        opened = entry.factory(rest, **options)
+        if not isinstance(opened, WeightSource):
+            raise PluginError(
+                f"plugin {entry.plugin} ({entry.distribution}): the factory of {entry.scheme}:// "
+                f"returned a {type(opened).__name__}, not a WeightSource"
+            )
+        return opened
+
+    def _choose(self, source: object, scheme: str | None) -> tuple[SourceEntry | None, object]:
+        if scheme is not None:
+            return self._by_scheme(scheme), source
+        if isinstance(source, WeightSource):
+            return None, source
+        if isinstance(source, str) and (match := _URI.fullmatch(source)):
+            return self._by_scheme(match[1].lower()), match[2]
+        if isinstance(source, (str, os.PathLike)):
+            path = Path(source).expanduser()
+            if not path.exists() and not path.is_symlink():
+                raise SourceError(
+                    f"no such file or folder: {path} (a path, or scheme://... with one of "
+                    f"{', '.join(sorted(self.entries))})"
+                )
+            return self._by_scheme(PATH_SCHEME), str(path)
+        return self._claimed(source), source
+
+    def _by_scheme(self, scheme: str) -> SourceEntry:
+        if scheme in self.entries:
+            return self.entries[scheme]
+        known = ", ".join(sorted(self.entries)) or "none"
+        broken = "".join(
+            f"; plugin {item.plugin} ({item.distribution}) failed to load: {item.error}"
+            for item in self.broken
+        )
+        raise PluginError(f"no source is registered for {scheme}://; installed: {known}{broken}")
+
+    def _claimed(self, source: object) -> SourceEntry:
+        claims = [
+            entry for entry in self.entries.values() if entry.accepts and entry.accepts(source)
+        ]
+        claims = [entry for entry in claims if not entry.built_in] or claims
+        if len(claims) == 1:
+            return claims[0]
+        kind = f"{type(source).__module__}.{type(source).__qualname__}"
+        if not claims:
+            raise SourceError(
+                f"no source accepts a {kind}; pass a path, a URI, a WeightSource, or choose one "
+                f"with scheme= ({', '.join(sorted(self.entries))})"
+            )
+        names = " and ".join(f"{entry.scheme} ({entry.distribution})" for entry in claims)
+        raise PluginError(f"{names} both accept a {kind}: choose one with scheme=")
+
+    def _ask(self, plugin: object, name: str, distribution: str) -> dict[str, SourceEntry]:
+        """What ``plugin`` registers, on a manager of its own so that a failure leaves nothing."""
+        fresh: dict[str, SourceEntry] = {}
+
+        def register(
+            scheme: str,
+            factory: SourceFactory,
+            *,
+            accepts: Callable[[object], bool] | None = None,
+            summary: str = "",
+        ) -> None:
+            if not _SCHEME.fullmatch(scheme):
+                raise PluginError(f"scheme {scheme!r} must match {_SCHEME.pattern}")
+            taken = fresh.get(scheme) or self.entries.get(scheme)
+            if taken:
+                raise PluginError(
+                    f"scheme {scheme}:// is taken by plugin {taken.plugin} ({taken.distribution})"
+                )
+            fresh[scheme] = SourceEntry(scheme, factory, accepts, summary, name, distribution)
+
+        manager = self._new_manager()
+        try:
+            manager.register(plugin, name=name)
+            manager.check_pending()
+            manager.hook.streamer_register_sources(register=register)
+        except PluginError as error:
+            raise PluginError(f"plugin {name} ({distribution}): {error}") from error
+        except Exception as error:
+            raise PluginError(
+                f"plugin {name} ({distribution}): {type(error).__name__}: {_one_line(error)}"
+            ) from error
+        return fresh
+
+    def _add_or_set_aside(self, plugin: object, name: str, distribution: str) -> None:
+        try:
+            self.add(plugin, name, distribution)
+        except PluginError as error:
+            self._set_aside(name, distribution, error)
+
+    def _set_aside(self, name: str, distribution: str, error: BaseException) -> None:
+        text = str(error).removeprefix(f"plugin {name} ({distribution}): ")
+        if not isinstance(error, PluginError):
+            text = f"{type(error).__name__}: {_one_line(error)}"
+        self.broken.append(BrokenPlugin(name, distribution, text))
+
+    @staticmethod
+    def _new_manager() -> pluggy.PluginManager:
+        manager = pluggy.PluginManager(PROJECT)
+        manager.add_hookspecs(hookspecs)
+        return manager
+
+
+def _distribution(point: importlib.metadata.EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "unknown distribution"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+_default: Registry | None = None
+
+
+def default_registry() -> Registry:
+    """The registry of this process; entry points are read at the first call."""
+    global _default
+    if _default is None:
+        registry = Registry()
+        registry.load_entry_points()
+        _default = registry
+    return _default
+
+
+def open_source(source: object, *, scheme: str | None = None, **options: Any) -> WeightSource:
+    """Open a source of weights.
+
+    ``source`` is ``"scheme://rest"``, an existing path (a safetensors file or folder), a
+    `WeightSource` (returned as it is), or an object that a registered source accepts.
+    ``scheme`` chooses a source by hand; ``options`` go to its factory.
+
+    Raises `SourceError` if it cannot be opened, `PluginError` if no source, or more than one,
+    claims it, `UsageError` for options it does not take.
+    """
+    return default_registry().open(source, scheme=scheme, **options)
+
+
+def register_plugin(plugin: object, name: str | None = None) -> None:
+    """Register a plugin without packaging it, as in a notebook. See `Registry.add`."""
+    default_registry().add(plugin, name)

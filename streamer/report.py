@@ -1,0 +1,56 @@
+"""What a sync did, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Wall-clock seconds of a sync, phase by phase.
+
+    ``open``: opening and checking the source. ``connect``: asking the servers, rendezvous and
+    warm-up; 0 when the session was connected already. ``update``: from pause to the last byte
+    received. ``finish``: from there until the servers answer requests again. ``total``: all of it.
+    """
+
+    open: float
+    connect: float
+    update: float
+    finish: float
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReport:
+    """One server that took part."""
+
+    url: str
+    world_size: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a sync did. ``bytes`` are bytes of weights, sent once to all servers together."""
+
+    tensors: int
+    bytes: int
+    chunks: int
+    seconds: Seconds
+    weight_version: str
+    servers: tuple[ServerReport, ...]
+
+    @property
+    def gb_per_s(self) -> float:
+        """Gigabytes (1e9) a second during ``update``."""
+        return self.bytes / 1e9 / self.seconds.update if self.seconds.update else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as JSON types: the object that ``streamer push --json`` prints."""
+        values = asdict(self)
+        values["seconds"] = {name: round(value, 6) for name, value in values["seconds"].items()}
+        values["gb_per_s"] = round(self.gb_per_s, 3)
+        order = ("tensors", "bytes", "chunks", "seconds", "gb_per_s", "weight_version", "servers")
+        return {name: values[name] for name in order}

@@ -1,0 +1,335 @@
+"""A session: one trainer, any number of servers, sync after sync.
+
+This is the one place where sources, plan, drivers and transport meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, TypedDict, Unpack
+
+import torch
+
+from streamer.broadcast.broadcaster import DEFAULT_NUM_BUFFERS, DEFAULT_THREADS
+from streamer.drivers.base import Driver, ServerInfo
+from streamer.drivers.http import HttpClient
+from streamer.drivers.vllm import PAUSE_MODES, VllmDriver
+from streamer.events import ChunkSent, Event, SyncFailed, SyncFinished, SyncStarted
+from streamer.exceptions import StreamerError, UsageError
+from streamer.group import Group, GroupOptions
+from streamer.interrupts import Interrupts
+from streamer.plan import DEFAULT_BUFFER_SIZE, Plan, make_plan
+from streamer.registry import default_registry, open_source
+from streamer.report import Report, Seconds, ServerReport
+from streamer.source import WeightSource, checked
+from streamer.timeouts import Clock, Timeouts
+from streamer.trace import Trace
+
+log = logging.getLogger("streamer")
+
+
+class ConnectOptions(TypedDict, total=False):
+    """Options of `connect` and `push`."""
+
+    backend: str
+    """``auto`` asks the server; ``nccl`` is vLLM's own engine, ``streamer`` ours."""
+    packed: bool
+    """Packed chunks (True, the default) or one broadcast a tensor."""
+    buffer_size: int
+    """Bytes of a packed chunk, which closes once it is larger; 256 MiB."""
+    num_buffers: int
+    """Chunks in flight; 3."""
+    threads: int
+    """Threads that read deferred tensors; 16."""
+    pause: str
+    """``keep`` (default), ``wait``, ``abort``, or ``none`` if the caller pauses and resumes."""
+    timeouts: Timeouts
+    """Deadlines for connecting, for progress, and for a whole push."""
+    device: str | torch.device | None
+    """The CUDA device that sends; the current one by default."""
+    address: str | None
+    """This host's address as the workers reach it; found by asking the routing table."""
+    headers: Mapping[str, str]
+    """HTTP headers for every call, ``Authorization`` for one. Never logged."""
+    verify: bool | str
+    """TLS verification, or the path of a CA bundle."""
+    trust_env: bool
+    """Whether proxies of the environment apply to the servers; False."""
+    trace: Trace
+    """Records a timeline while ``trace.enabled``."""
+    on_event: Callable[[Event], None] | None
+    """Called with each event of a sync, on the thread that pushes."""
+
+
+class Session:
+    """Servers that weights are pushed to. Make one with `connect`; close it, or use ``with``.
+
+    A session is used by one thread at a time. After a failed push it can be used again: the next
+    push reconnects.
+    """
+
+    def __init__(self, to: str | Sequence[str], **options: Unpack[ConnectOptions]) -> None:
+        urls = [to] if isinstance(to, str) else list(to)
+        if not urls or len(set(urls)) != len(urls):
+            raise UsageError(f"give each server's URL once, and at least one: {urls}")
+        pause = options.get("pause", "keep")
+        if pause not in PAUSE_MODES:
+            raise UsageError(f"pause must be one of {', '.join(PAUSE_MODES)}, not {pause!r}")
+        timeouts = options.get("timeouts") or Timeouts()
+        device = options.get("device")
+        self._options = GroupOptions(
+            packed=options.get("packed", True),
+            buffer_size=options.get("buffer_size", DEFAULT_BUFFER_SIZE),
+            num_buffers=options.get("num_buffers", DEFAULT_NUM_BUFFERS),
+            threads=options.get("threads", DEFAULT_THREADS),
+            device=None if device is None else torch.device(device),
+            address=options.get("address"),
+            trace=options.get("trace") or Trace(),
+        )
+        self._on_event = options.get("on_event")
+        self._clock = Clock(timeouts)
+        self._drivers: list[Driver] = [
+            VllmDriver(
+                HttpClient(
+                    url,
+                    connect_timeout=timeouts.connect,
+                    headers=options.get("headers"),
+                    verify=options.get("verify", True),
+                    trust_env=options.get("trust_env", False),
+                    trace=self._options.trace,
+                ),
+                clock=self._clock,
+                pause=pause,
+                backend=options.get("backend", "auto"),
+            )
+            for url in urls
+        ]
+        self._pool = ThreadPoolExecutor(2 * len(urls), thread_name_prefix="streamer-http")
+        self._interrupts = Interrupts()
+        self._group: Group | None = None
+        self.servers: list[ServerInfo] = []
+
+    def push(self, source: object, *, weight_version: str | None = None) -> Report:
+        """Send every tensor of ``source`` to every server, and return a report.
+
+        ``source`` is what `streamer.open_source` takes. Everything that can be checked is checked
+        before the first call that changes anything on a server. The servers serve the new weights
+        when this returns. If it raises before a byte was sent they serve the old ones; after that
+        they stay paused and marked as incomplete, and ``error.held`` says what each may hold.
+
+        Without ``weight_version`` the source's own is used (a Hub commit), or one is made up.
+        """
+        self._clock.start()
+        started = time.monotonic()
+        trace = self._options.trace
+        with trace.span("open source"):
+            opened = open_source(source)
+        try:
+            with trace.span("plan"):
+                plan = self._plan(opened)
+            version = weight_version or opened.weight_version or f"streamer-{uuid.uuid4().hex[:12]}"
+            return self._push(plan, opened, version, started)
+        except BaseException as error:
+            self._tell(SyncFailed(error))
+            raise
+        finally:
+            self._clock.stop()
+            if opened is not source:
+                opened.close()
+
+    def _plan(self, source: WeightSource) -> Plan:
+        plan = make_plan(
+            source.specs(), packed=self._options.packed, buffer_size=self._options.buffer_size
+        )
+        if not plan.tensors:
+            raise StreamerError("the source has no tensors: nothing to send")
+        return plan
+
+    def _push(self, plan: Plan, source: WeightSource, version: str, started: float) -> Report:
+        opened = time.monotonic()
+        self._probe()
+        for driver in self._drivers:
+            driver.check(plan)
+        if self._group is None or not all(self._each(lambda driver: driver.is_ours())):
+            self.join()
+        assert self._group is not None
+        connected = time.monotonic()
+        self._tell(SyncStarted(plan.tensors, plan.nbytes, len(plan.chunks), self._urls))
+        with self._interrupts:
+            try:
+                self._update(plan, source, version)
+                updated = time.monotonic()
+                self._each(lambda driver: driver.commit(version))
+            except BaseException as error:
+                self._give_up(error)
+                raise
+        finished = time.monotonic()
+        report = Report(
+            tensors=plan.tensors,
+            bytes=plan.nbytes,
+            chunks=len(plan.chunks),
+            seconds=Seconds(
+                open=opened - started,
+                connect=connected - opened,
+                update=updated - connected,
+                finish=finished - updated,
+                total=finished - started,
+            ),
+            weight_version=version,
+            servers=tuple(
+                ServerReport(server.url, server.world_size, server.version)
+                for server in self.servers
+            ),
+        )
+        self._tell(SyncFinished(report))
+        return report
+
+    def join(self) -> None:
+        """Make every worker join a fresh broadcast group. Done by the first push if need be."""
+        self._leave()
+        self._probe()
+        self._group = Group(self._drivers, self.servers, self._options, self._clock, self._pool)
+
+    def _probe(self) -> None:
+        if not self.servers:
+            self.servers = self._each(lambda driver: driver.probe())
+
+    def _update(self, plan: Plan, source: WeightSource, version: str) -> None:
+        assert self._group is not None
+        payloads = checked(source, [spec for chunk in plan.chunks for spec in chunk.specs])
+        sent = 0
+
+        def on_chunk(nbytes: int) -> None:
+            nonlocal sent
+            sent += nbytes
+            self._tell(ChunkSent(min(sent, plan.nbytes), plan.nbytes))
+
+        def check() -> None:
+            self._interrupts.check()
+            self._clock.check()
+
+        with contextlib.closing(payloads):
+            self._group.sync(
+                plan,
+                self._interrupts.within(payloads),
+                lambda: self._each(lambda driver: driver.begin(version)),
+                on_chunk,
+                check,
+            )
+
+    def _give_up(self, error: BaseException) -> None:
+        """A sync failed: release the servers if no byte was sent; else say what each one holds."""
+        group = self._group
+        assert group is not None
+        if not group.flowing:
+            self._clean_up(error, lambda driver: driver.release())
+            return
+        held: dict[str, str] = {}
+
+        def abandon(driver: Driver) -> None:
+            held[driver.url] = driver.abandon()
+
+        self._clean_up(error, abandon)
+        if isinstance(error, StreamerError):
+            error.held = held
+        else:
+            for url, state in held.items():
+                error.add_note(f"{url} {state}")
+        if group.transport.aborted:
+            self._clean_up(error, lambda driver: driver.leave())
+            self._drop_group()
+
+    def _clean_up(self, error: BaseException, step: Callable[[Driver], None]) -> None:
+        """Run ``step`` on every server; what goes wrong becomes a note on ``error``."""
+        for driver, future in [
+            (driver, self._pool.submit(step, driver)) for driver in self._drivers
+        ]:
+            try:
+                future.result()
+            except StreamerError as problem:
+                error.add_note(f"while cleaning up {driver.url}: {problem}")
+
+    def _each(self, step: Callable[[Driver], Any]) -> list[Any]:
+        """Run ``step`` on every server at once; when all are through, raise the first error."""
+        futures = [self._pool.submit(step, driver) for driver in self._drivers]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
+        return [future.result() for future in futures]
+
+    def _tell(self, event: Event) -> None:
+        if self._on_event is not None:
+            self._on_event(event)
+        for problem in default_registry().call_on_event(event):
+            log.error("a plugin's streamer_on_event failed", exc_info=problem)
+
+    @property
+    def _urls(self) -> tuple[str, ...]:
+        return tuple(driver.url for driver in self._drivers)
+
+    def _leave(self) -> None:
+        """Have the workers leave, so that they or others can join again."""
+        if self._group is None:
+            return
+        self._drop_group()
+        problem = StreamerError("leaving")
+        self._clean_up(problem, lambda driver: driver.leave())
+        for note in getattr(problem, "__notes__", []):
+            log.warning("%s", note)
+
+    def _drop_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def close(self) -> None:
+        """Leave the servers and free all memory and threads. Idempotent; never raises for a server
+        that is gone: what goes wrong is logged."""
+        self._leave()
+        for driver in self._drivers:
+            driver.close()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def connect(to: str | Sequence[str], **options: Unpack[ConnectOptions]) -> Session:
+    """Connect to the server at ``to``, or to several as one group, for any number of pushes.
+
+    Asks each server what it is and has its workers join the broadcast group. Raises `ServerError`
+    or `TransportError` if that fails; see `ConnectOptions`.
+    """
+    session = Session(to, **options)
+    try:
+        session.join()
+    except BaseException:
+        session.close()
+        raise
+    return session
+
+
+def push(
+    source: object,
+    to: str | Sequence[str],
+    *,
+    weight_version: str | None = None,
+    **options: Unpack[ConnectOptions],
+) -> Report:
+    """Push ``source`` once: connect, send, disconnect. See `connect` and `Session.push`."""
+    with Session(to, **options) as session:
+        return session.push(source, weight_version=weight_version)

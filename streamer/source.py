@@ -1,0 +1,146 @@
+"""What a source of weights is: specs that say what will come, and one iterator that brings it."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from streamer.exceptions import SourceError, SpecMismatch
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor that a source will yield.
+
+    ``name`` and ``shape`` are those of the Hugging Face checkpoint, the full shape also where the
+    tensor is sharded over ranks; ``dtype`` is what is sent. A 0-d tensor has the shape ``()``.
+    For ``torch.float4_e2m1fn_x2`` the shape counts bytes (two values each), as torch does.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire: contiguous, row-major, no padding."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def dtype_name(self) -> str:
+        """The bare name that goes over the wire: ``bfloat16``."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype_name}{list(self.shape)}"
+
+
+class DeferredTensor(ABC):
+    """A tensor whose bytes are still elsewhere: in a file, or behind a range request.
+
+    The broadcaster pulls them straight into its own staging memory, parts of one tensor from
+    several threads at once, and possibly after the iterator has moved on. It never pulls after
+    the iterator has been closed.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def read_into(self, buffer: memoryview, start: int, stop: int) -> None:
+        """Write bytes ``[start, stop)`` of the tensor (contiguous, row-major) into ``buffer``.
+
+        ``buffer`` is writable, of format ``B``, and exactly ``stop - start`` long. Thread-safe.
+        Raises `SourceError` if the bytes cannot be had; a short read is an error.
+        """
+
+
+Payload = torch.Tensor | DeferredTensor
+
+
+class WeightSource(ABC):
+    """A source of weights, iterated afresh for every sync.
+
+    Iterating yields ``(name, payload)`` for exactly the names of ``specs()``, in that order. A
+    payload is either
+
+    - a `torch.Tensor` on any device with any strides, *borrowed*: valid until the next step of the
+      iterator. A CUDA tensor must be ready on the current stream of the thread that iterates;
+      that stream is made to wait for the copy out of it before the iterator is advanced;
+    - a `DeferredTensor`.
+
+    On a trainer of many ranks every rank iterates, in the same order, because producing a tensor
+    may be a collective; only rank 0 sends.
+    """
+
+    weight_version: str | None = None
+    """What these weights are called on the server, if the caller does not say (a Hub commit)."""
+
+    @abstractmethod
+    def specs(self) -> Sequence[TensorSpec]:
+        """Everything that will come, in iteration order.
+
+        Moves no data, and is the same on every rank and every call.
+        """
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[tuple[str, Payload]]: ...
+
+    def close(self) -> None:  # noqa: B027  (most sources have nothing to release)
+        """Release files and connections. Called once by whoever opened the source."""
+
+
+def checked(source: WeightSource, specs: Sequence[TensorSpec]) -> Generator[Payload, None, None]:
+    """Iterate ``source`` and hold every pair against ``specs``.
+
+    Raises `SpecMismatch` naming the first pair that differs. An exception of the source's own
+    that is not one of ours becomes a `SourceError` that names the tensor it was to yield.
+    """
+    pairs = _named_errors(source, specs)
+    for index, spec in enumerate(specs):
+        pair = next(pairs, None)
+        if pair is None:
+            raise SpecMismatch(
+                f"source ended after {index} of {len(specs)} tensors: next in specs() is {spec}"
+            )
+        name, payload = pair
+        if name != spec.name:
+            raise SpecMismatch(
+                f"tensor {index}: specs() says {spec.name}, the iterator gave {name}"
+            )
+        if isinstance(payload, torch.Tensor):
+            if payload.dtype != spec.dtype or tuple(payload.shape) != spec.shape:
+                raise SpecMismatch(
+                    f"tensor {index}: specs() says {spec}, the iterator gave "
+                    f"{TensorSpec(name, payload.dtype, tuple(payload.shape))}"
+                )
+        elif not isinstance(payload, DeferredTensor):
+            raise SpecMismatch(
+                f"tensor {index} ({name}): the payload is a {type(payload).__name__}, "
+                "not a torch.Tensor or a streamer.DeferredTensor"
+            )
+        yield payload
+    extra = next(pairs, None)
+    if extra is not None:
+        raise SpecMismatch(
+            f"the iterator gave {extra[0]} after all {len(specs)} tensors of specs()"
+        )
+
+
+def _named_errors(
+    source: WeightSource, specs: Sequence[TensorSpec]
+) -> Iterator[tuple[str, Payload]]:
+    index = 0
+    try:
+        for index, pair in enumerate(source, start=1):  # noqa: B007
+            yield pair
+    except (SourceError, GeneratorExit):
+        raise
+    except Exception as error:
+        where = specs[index].name if index < len(specs) else "the end"
+        raise SourceError(
+            f"source failed at tensor {index} ({where}): {type(error).__name__}: {error}"
+        ) from error

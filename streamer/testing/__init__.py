@@ -1,0 +1,1 @@
+"""Tools for testing plugins and this library itself."""

@@ -1,0 +1,67 @@
+"""The three deadlines of a session, in seconds."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from streamer.exceptions import DeadlineExceeded, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """How long to wait, in seconds.
+
+    ``connect``: for a server to accept a connection, and for all ranks to join.
+    ``progress``: for any one thing to go on: an answer, a chunk, a read.
+    ``total``: for a whole push; ``None`` sets no limit, and ``progress`` still ends what is stuck.
+    """
+
+    connect: float = 60.0
+    progress: float = 120.0
+    total: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("connect", "progress", "total"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UsageError(f"the {name} timeout must be more than 0 seconds, not {value:g}")
+
+
+class Clock:
+    """The push under way: how long it has taken, and how long one more step may take."""
+
+    def __init__(self, timeouts: Timeouts) -> None:
+        self.timeouts = timeouts
+        self._started: float | None = None
+
+    def start(self) -> None:
+        """A push begins."""
+        self._started = time.monotonic()
+
+    def stop(self) -> None:
+        """It is over: what follows is not held against its ``total``."""
+        self._started = None
+
+    @property
+    def connect(self) -> float:
+        """Seconds that joining may take from now."""
+        return self._limit(self.timeouts.connect)
+
+    @property
+    def progress(self) -> float:
+        """Seconds that the next step may take."""
+        return self._limit(self.timeouts.progress)
+
+    def check(self) -> None:
+        """Raise `DeadlineExceeded` if the push has taken longer than its ``total``."""
+        self._limit(self.timeouts.progress)
+
+    def _limit(self, seconds: float) -> float:
+        total = self.timeouts.total
+        if total is None or self._started is None:
+            return seconds
+        left = total - (time.monotonic() - self._started)
+        if left <= 0:
+            raise DeadlineExceeded(f"the push took longer than its limit of {total:g} s")
+        return min(seconds, left)

@@ -1,0 +1,93 @@
+"""A timeline of a sync, for https://ui.perfetto.dev: who worked when, and what overlapped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class Trace:
+    """Records spans while ``enabled``; otherwise costs next to nothing.
+
+    Host spans are rows of the thread they ran on. Device spans lie between two points of a CUDA
+    stream, on a row with the stream's name.
+    """
+
+    def __init__(self, enabled: bool = False) -> None:
+        self.enabled = enabled
+        self._events: list[dict[str, Any]] = []
+        self._device: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._base: tuple[float, torch.cuda.Event] | None = None
+
+    @contextlib.contextmanager
+    def span(self, name: str, **details: Any) -> Iterator[None]:
+        """The block as a span of this thread."""
+        if not self.enabled:
+            yield
+            return
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            ended = time.perf_counter()
+            row = threading.current_thread().name
+            self._add(name, row, started * 1e6, (ended - started) * 1e6, details)
+
+    @contextlib.contextmanager
+    def device_span(self, name: str, row: str) -> Iterator[None]:
+        """What the block enqueues on the current CUDA stream, as a span of the device."""
+        if not self.enabled:
+            yield
+            return
+        if self._base is None:
+            base = torch.cuda.Event(enable_timing=True)
+            base.record()
+            base.synchronize()
+            self._base = (time.perf_counter() * 1e6, base)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        try:
+            yield
+        finally:
+            end.record()
+            self._device.append((name, row, begin, end))
+
+    def _add(
+        self, name: str, row: str, start: float, duration: float, details: dict[str, Any]
+    ) -> None:
+        event = {"name": name, "ph": "X", "ts": start, "dur": duration, "pid": os.getpid()}
+        self._events.append({**event, "tid": row, "args": details})
+
+    def write(self, path: str | Path) -> None:
+        """Write everything so far as Chrome trace JSON. Waits for the device spans to end."""
+        for name, row, begin, end in self._device:
+            assert self._base is not None
+            end.synchronize()
+            at, base = self._base
+            start = at + base.elapsed_time(begin) * 1e3
+            self._add(name, row, start, begin.elapsed_time(end) * 1e3, {})
+        self._device.clear()
+        rows = {row: number for number, row in enumerate(dict.fromkeys(self._rows()), start=1)}
+        events = [{**event, "tid": rows[event["tid"]]} for event in self._events]
+        names = [
+            {
+                "name": "thread_name",
+                "ph": "M",
+                "pid": os.getpid(),
+                "tid": tid,
+                "args": {"name": row},
+            }
+            for row, tid in rows.items()
+        ]
+        Path(path).write_text(json.dumps({"traceEvents": [*names, *events]}))
+
+    def _rows(self) -> Iterator[str]:
+        yield from (event["tid"] for event in self._events)

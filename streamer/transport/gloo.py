@@ -1,0 +1,118 @@
+"""Gloo, for workers on CPUs."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from typing import Any
+
+import torch
+from torch.distributed import (  # type: ignore[attr-defined]
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    Work,
+)
+
+from streamer.exceptions import DeadlineExceeded, TransportError
+from streamer.transport.base import Transport
+from streamer.transport.lifeline import Lifeline
+
+_SLICE = datetime.timedelta(seconds=0.2)
+
+
+class GlooTransport(Transport):
+    """A rank of a `torch.distributed.ProcessGroupGloo` that meets in the lifeline's store.
+
+    Tensors travel as bytes, so every dtype does. Gloo itself cannot cancel an operation: an aborted
+    one is left to its own timeout (``operation_timeout`` seconds) and its group is destroyed by a
+    daemon thread, while the caller goes on at once.
+    """
+
+    def __init__(
+        self,
+        lifeline: Lifeline,
+        rank: int,
+        world_size: int,
+        *,
+        operation_timeout: float = 60.0,
+    ) -> None:
+        super().__init__(torch.device("cpu"), rank, world_size)
+        self._lifeline = lifeline
+        self._timeout = operation_timeout
+        self._group: Any = None
+        self._pending: Work | None = None
+
+    def rendezvous(self) -> dict[str, Any]:
+        """Nothing of its own: the lifeline's address is the rendezvous."""
+        return {}
+
+    def connect(self, timeout: float) -> None:
+        self.check()
+        started = time.monotonic()
+        if self.rank == 0:
+            # Gloo's constructor blocks until every rank is there, and cannot be cancelled.
+            self._lifeline.wait_for_workers(self.world_size, timeout, self.check)
+        timeout = max(timeout - (time.monotonic() - started), 0.001)
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = datetime.timedelta(seconds=timeout)
+        options._threads = 2
+        options._devices = [ProcessGroupGloo.create_device(hostname=self._lifeline.local_address)]
+        store = PrefixStore("gloo", self._lifeline.store)
+        waited = f"rank {self.rank} waited for {self.world_size} ranks to join over Gloo"
+        try:
+            self._group = ProcessGroupGloo(store, self.rank, self.world_size, options)
+        except RuntimeError as error:
+            raise TransportError(f"{waited}: {_first_line(error)}") from error
+        warm_up = torch.zeros(1)
+        work = self._group.allreduce([warm_up])
+        self._finish(work, warm_up, timeout, f"{waited}: not all of them came")
+
+    def broadcast(self, tensor: torch.Tensor, timeout: float) -> None:
+        if tensor.numel() == 0:
+            return
+        self.check()
+        if self._group is None:
+            raise TransportError("this rank has not joined its broadcast group yet")
+        data = tensor.view(-1).view(torch.uint8)
+        options = BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = datetime.timedelta(seconds=max(timeout, self._timeout))
+        work = self._group.broadcast([data], options)
+        self._finish(work, data, timeout, "no byte moved: a worker is stuck or gone")
+
+    def _finish(self, work: Work, keep: torch.Tensor, timeout: float, late: str) -> None:
+        """Wait in slices, so that an abort or the deadline is noticed. ``keep`` is being used."""
+        self._pending = work
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                work.wait(_SLICE)
+                break
+            except RuntimeError as error:
+                if work.is_completed():
+                    self.check()
+                    raise TransportError(f"Gloo: {_first_line(error)}") from error
+            self.check()
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"{late} within {timeout:g} s (Gloo)")
+        self._pending = None
+        self.check()
+
+    def _abort(self) -> None:
+        """Nothing to wake: `_finish` looks every 0.2 s."""
+
+    def close(self) -> None:
+        """Destroy the group, in a daemon thread if an operation is still inside it."""
+        self.abort("closed")
+        # The destructor joins Gloo's threads: the last reference must not be dropped here.
+        owned: list[object] = [self._group, self._pending]
+        stuck = self._pending is not None and not self._pending.is_completed()
+        self._group = self._pending = None
+        if stuck:
+            threading.Thread(target=owned.clear, name="streamer-gloo", daemon=True).start()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

@@ -1,0 +1,170 @@
+"""A store that the trainer hosts and our receivers watch: rendezvous, and proof of life.
+
+vLLM's own engine cannot tell a slow trainer from a dead one; a worker inside a broadcast then spins
+for ever. Our receivers join the trainer's `torch.distributed.TCPStore` first and ask it for a key
+every second. The store answers from a C++ thread of the trainer's, whatever Python is doing; when
+the trainer is killed the connection breaks, and when it is stopped, or its host is gone, the answer
+does not come: either way the receiver knows within seconds and aborts its transport.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from streamer.exceptions import DeadlineExceeded, TransportError
+
+BEAT_SECONDS = 1.0
+SILENCE_SECONDS = 5.0
+"""A trainer whose store does not answer for this long counts as dead."""
+
+_ALIVE = "streamer/alive"
+
+
+class Lifeline:
+    """One end of the store. ``store`` serves the rendezvous of Gloo as well.
+
+    ``local_address`` is this process's own address on the way to the other end.
+    """
+
+    def __init__(self, store: TCPStore, local_address: str, port: int) -> None:
+        self.store = store
+        self.local_address = local_address
+        self.port = port
+        self._stop = threading.Event()
+
+    @classmethod
+    def host(cls, address: str, port: int = 0) -> Lifeline:
+        """The trainer's end, on ``address`` and a free port unless one is given.
+
+        Raises `TransportError` naming the address and port if it cannot listen there.
+        """
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.bind((address, port))
+            listener.listen(1024)
+        except OSError as error:
+            listener.close()
+            raise TransportError(f"cannot listen on {address}:{port}: {error.strerror}") from error
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=datetime.timedelta(seconds=60),
+            master_listen_fd=listener.detach(),
+        )
+        store.set(_ALIVE, "yes")
+        return cls(store, address, port)
+
+    @classmethod
+    def join(cls, address: str, port: int, timeout: float) -> Lifeline:
+        """A worker's end. Raises `TransportError` if the trainer does not answer in time."""
+        try:
+            with socket.create_connection((address, port), timeout=timeout) as probe:
+                local = probe.getsockname()[0]
+            store = _client(address, port, timeout)
+            store.get(_ALIVE)
+        except (OSError, RuntimeError) as error:
+            raise TransportError(
+                f"the trainer does not answer at {address}:{port}: {str(error).splitlines()[0]}; "
+                "can this host reach it there?"
+            ) from error
+        return cls(store, local, port)
+
+    def rendezvous(self) -> dict[str, Any]:
+        """Fields of ``init_info``."""
+        return {"master_address": self.local_address, "master_port": self.port}
+
+    def report(self, rank: int, **state: Any) -> None:
+        """Tell the other end something about worker ``rank`` (JSON types)."""
+        self.store.set(_worker_key(rank), json.dumps(state))
+
+    def reported(self, rank: int) -> dict[str, Any]:
+        """What worker ``rank`` has said last; empty if nothing."""
+        key = _worker_key(rank)
+        if not self.store.check([key]):
+            return {}
+        value: dict[str, Any] = json.loads(self.store.get(key))
+        return value
+
+    def wait_for_workers(self, world_size: int, timeout: float, check: Callable[[], None]) -> None:
+        """Block until workers ``1 .. world_size - 1`` have reported; ``check`` may raise meanwhile.
+
+        Raises `DeadlineExceeded` naming the ranks that did not come.
+        """
+        deadline = time.monotonic() + timeout
+        missing = list(range(1, world_size))
+        while True:
+            missing = [rank for rank in missing if not self.store.check([_worker_key(rank)])]
+            if not missing:
+                return
+            check()
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"of {world_size - 1} workers, ranks {missing} have not joined "
+                    f"{self.local_address}:{self.port} within {timeout:g} s"
+                )
+            time.sleep(0.005)
+
+    def watch(self, on_death: Callable[[str], None]) -> None:
+        """Call ``on_death(reason)`` once, from a daemon thread, if the trainer stops answering.
+
+        A question to a stopped process has no timeout of its own, so one thread asks and another
+        listens for the silence.
+        """
+        host = self.store.host
+        store = _client(host, self.port, SILENCE_SECONDS)
+        answered = threading.Event()
+        broken = threading.Event()
+
+        def ask() -> None:
+            try:
+                while not self._stop.wait(BEAT_SECONDS):
+                    store.get(_ALIVE)
+                    answered.set()
+            except Exception:
+                broken.set()
+                answered.set()
+
+        def listen() -> None:
+            while answered.wait(BEAT_SECONDS + SILENCE_SECONDS) and not broken.is_set():
+                answered.clear()
+                if self._stop.is_set():
+                    return
+            if not self._stop.is_set():
+                how = "is gone" if broken.is_set() else f"was silent for {SILENCE_SECONDS:g} s"
+                on_death(f"the trainer at {host}:{self.port} {how}")
+
+        for target in (ask, listen):
+            threading.Thread(target=target, name=f"streamer-{target.__name__}", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop watching and drop the store; on the trainer's end this makes the workers leave."""
+        self._stop.set()
+        with contextlib.suppress(AttributeError):
+            del self.store
+
+
+def _worker_key(rank: int) -> str:
+    return f"streamer/worker/{rank}"
+
+
+def _client(address: str, port: int, timeout: float) -> TCPStore:
+    return TCPStore(
+        address,
+        port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=timeout),
+    )

@@ -1,0 +1,100 @@
+"""What the command line says of itself, and how errors end."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+
+import streamer.cli
+from streamer.hookspecs import Register, hookimpl
+from streamer.registry import Registry
+
+COMMANDS = [
+    module.name
+    for module in pkgutil.iter_modules(streamer.cli.__path__)
+    if not module.name.startswith("_")
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_an_example_and_a_word_on_every_option(
+    invoke: Callable[..., Any], command: str
+) -> None:
+    ended = invoke(command, "--help")
+    assert ended.code == 0
+    assert f"Example: streamer {command}" in ended.stdout
+    group: Any = streamer.cli.make_app().registered_commands
+    assert command in [info.name for info in group]
+
+
+def test_help_lists_every_command(invoke: Callable[..., Any]) -> None:
+    ended = invoke("--help")
+    assert (ended.code, ended.stderr) == (0, "")
+    for command in COMMANDS:
+        assert f" {command} " in ended.stdout
+
+
+def test_no_command_shows_the_help_and_fails(invoke: Callable[..., Any]) -> None:
+    ended = invoke()
+    assert ended.code == 2
+    assert "Usage: streamer" in ended.stdout
+
+
+def test_version(invoke: Callable[..., Any]) -> None:
+    ended = invoke("--version")
+    assert (ended.code, ended.stdout) == (0, f"streamer {version('streamer')}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["pusk"], "No such command 'pusk'. Did you mean 'push'? (see streamer --help)"),
+        (["--bogus"], "No such option: --bogus"),
+        (["sources", "--bogus"], "(see streamer sources --help)"),
+        (["plan"], "SOURCE"),
+    ],
+)
+def test_wrong_usage_is_one_line(
+    invoke: Callable[..., Any], arguments: list[str], says: str
+) -> None:
+    ended = invoke(*arguments)
+    assert ended.code == 2
+    assert says in ended.error
+
+
+class Faulty:
+    """A plugin whose source fails in a way that nobody foresaw."""
+
+    @hookimpl
+    def streamer_register_sources(self, register: Register) -> None:
+        def open_it(rest: str) -> Any:
+            error = ValueError("two\nlines \x1b[31m")
+            error.add_note("a note")
+            raise error
+
+        register("faulty", open_it)  # type: ignore[arg-type]
+
+
+def test_an_unforeseen_error_is_one_line_with_its_type(
+    invoke: Callable[..., Any], registry: Registry
+) -> None:
+    registry.add(Faulty())
+    ended = invoke("plan", "faulty://x")
+    assert ended.code == 1
+    assert ended.error == "ValueError: two lines \\x1b[31m"
+
+
+def test_debug_shows_the_traceback_and_the_notes(
+    invoke: Callable[..., Any], registry: Registry
+) -> None:
+    registry.add(Faulty())
+    ended = invoke("--debug", "plan", "faulty://x")
+    assert ended.code == 1
+    assert ended.stdout == ""
+    assert ended.stderr.startswith("Traceback (most recent call last):")
+    assert "\na note\n" in ended.stderr
+    assert ended.stderr.endswith("streamer: error: ValueError: two lines \\x1b[31m\n")

@@ -1,0 +1,171 @@
+"""The whole way to real vLLM servers; what they serve is held against servers loaded from disk.
+
+Every test finds a server that serves the checkpoint ``a``; see conftest.py. Slow: minutes.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import streamer
+from streamer.drivers.vllm import INCOMPLETE
+from streamer.events import ChunkSent
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+BUFFER_SIZE = 100_000
+"""Seven chunks or so of a checkpoint."""
+GRACE_SECONDS = 10.0
+"""Within which a server must have noticed that its trainer is dead."""
+
+
+class Raising(streamer.WeightSource):
+    """Another source, up to its middle."""
+
+    def __init__(self, inner: streamer.WeightSource) -> None:
+        self._inner = inner
+
+    def specs(self) -> Sequence[streamer.TensorSpec]:
+        return self._inner.specs()
+
+    def __iter__(self) -> Iterator[tuple[str, streamer.Payload]]:
+        for index, pair in enumerate(self._inner):
+            if index == len(self.specs()) // 2:
+                raise OSError("the disk is on fire")
+            yield pair
+
+
+class Renamed(streamer.WeightSource):
+    """Another source, where the tensor in the middle goes by the name ``name``."""
+
+    def __init__(self, inner: streamer.WeightSource, name: str) -> None:
+        self._inner = inner
+        self._specs = list(inner.specs())
+        middle = len(self._specs) // 2
+        self._specs[middle] = replace(self._specs[middle], name=name)
+
+    def specs(self) -> Sequence[streamer.TensorSpec]:
+        return self._specs
+
+    def __iter__(self) -> Iterator[tuple[str, streamer.Payload]]:
+        for spec, (_, payload) in zip(self._specs, self._inner, strict=True):
+            yield spec.name, payload
+
+
+@pytest.fixture
+def b(checkpoints):
+    """The checkpoint ``b``, opened, for a source that wraps it."""
+    source = streamer.open_source(checkpoints["b"])
+    yield source
+    source.close()
+
+
+def check_incomplete(server):
+    """It holds a mixture: it says so, and answers no request with it."""
+    assert server.paused
+    assert server.weight_version.startswith(INCOMPLETE)
+
+
+def check_repaired_by_push(server, checkpoints, from_disk):
+    streamer.push(checkpoints["b"], to=server.url, weight_version="repaired")
+    check_serves(server, from_disk["b"], "repaired")
+
+
+def check_serves(server, facts, weight_version):
+    assert not server.paused
+    assert server.weight_version == weight_version
+    assert server.facts() == facts
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "per-tensor"])
+def test_push_while_serving(server, traffic, checkpoints, from_disk, packed):
+    """Requests sent during a push are answered with the new weights, and none fails."""
+
+    def on_event(event):
+        if isinstance(event, ChunkSent):
+            if len(traffic.extra) < 3:
+                traffic.ask()
+            time.sleep(0.1)
+
+    with traffic:
+        traffic.wait_for_more(1)
+        report = streamer.push(
+            checkpoints["b"],
+            to=server.url,
+            weight_version="b",
+            packed=packed,
+            buffer_size=BUFFER_SIZE,
+            on_event=on_event,
+        )
+        traffic.wait_for_more(2)
+
+    assert report.chunks > 5
+    assert traffic.answers[0] == from_disk["a"].token_ids[0]
+    during = {answer.result() for answer in traffic.extra}
+    assert during == {from_disk["b"].token_ids[0]}
+    assert traffic.answers[-1] == from_disk["b"].token_ids[0]
+    check_serves(server, from_disk["b"], "b")
+
+
+def test_two_syncs_and_a_second_session(server, checkpoints, from_disk):
+    with streamer.connect(server.url) as session:
+        session.push(checkpoints["b"], weight_version="first")
+        check_serves(server, from_disk["b"], "first")
+        session.push(checkpoints["a"], weight_version="second")
+        check_serves(server, from_disk["a"], "second")
+    with streamer.connect(server.url, packed=False) as session:
+        session.push(checkpoints["b"], weight_version="third")
+        check_serves(server, from_disk["b"], "third")
+
+
+def test_source_fails_midway(server, checkpoints, from_disk, b):
+    with pytest.raises(streamer.SourceError, match="the disk is on fire") as caught:
+        streamer.push(Raising(b), to=server.url, buffer_size=BUFFER_SIZE)
+    assert "holds a mixture of old and new weights" in str(caught.value)
+    assert list(caught.value.held) == [server.url]
+    check_incomplete(server)
+    check_repaired_by_push(server, checkpoints, from_disk)
+
+
+def test_model_lacks_a_tensor(server, checkpoints, from_disk, b):
+    source = Renamed(b, "model.layers.0.no_such.weight")
+    with pytest.raises(streamer.ServerRefused, match="no_such") as caught:
+        streamer.push(source, to=server.url, buffer_size=BUFFER_SIZE)
+    assert "holds a mixture of old and new weights" in str(caught.value)
+    check_incomplete(server)
+    check_repaired_by_push(server, checkpoints, from_disk)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_trainer_dies_midway(server, checkpoints, from_disk, how):
+    script = Path(__file__).with_name("trainer.py")
+    command = [sys.executable, script, server.url, checkpoints["b"], str(BUFFER_SIZE)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        try:
+            assert trainer.stdout.readline() == "midway\n"
+            trainer.send_signal(how)
+            died = time.monotonic()
+            check_incomplete(server)
+            assert time.monotonic() - died < GRACE_SECONDS
+            check_repaired_by_push(server, checkpoints, from_disk)
+        finally:
+            trainer.kill()
+
+
+def test_refused_before_a_byte(server, from_disk, b):
+    """Nothing has changed, and the server answers on."""
+    twice = Renamed(b, b.specs()[0].name)
+    with pytest.raises(streamer.PlanError, match="twice"):
+        streamer.push(twice, to=server.url)
+    check_serves(server, from_disk["a"], "a")
+    with pytest.raises(streamer.IncompatibleServer, match="nccl engine cannot receive on a CPU"):
+        streamer.push(b, to=server.url, backend="nccl")
+    check_serves(server, from_disk["a"], "a")

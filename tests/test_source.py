@@ -1,0 +1,215 @@
+"""TensorSpec, and `checked`, which holds what a source yields against what it declared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from streamer import SourceError, SpecMismatch, TensorSpec, TransportError, UsageError, WeightSource
+from streamer.source import checked
+
+A, B, C = (torch.full((2, 2), float(value)) for value in range(3))
+SPECS = [TensorSpec(name, torch.float32, (2, 2)) for name in "abc"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "nbytes", "name"),
+    [
+        (torch.bfloat16, (3, 5), 30, "bfloat16"),
+        (torch.float32, (), 4, "float32"),
+        (torch.float32, (4, 0), 0, "float32"),
+        (torch.float8_e4m3fn, (7,), 7, "float8_e4m3fn"),
+        (torch.float8_e5m2, (7,), 7, "float8_e5m2"),
+        (torch.float8_e8m0fnu, (7,), 7, "float8_e8m0fnu"),
+        (torch.float4_e2m1fn_x2, (7, 2), 14, "float4_e2m1fn_x2"),
+        (torch.bool, (3,), 3, "bool"),
+        (torch.complex64, (3,), 24, "complex64"),
+        (torch.complex128, (1,), 16, "complex128"),
+        (torch.int16, (3,), 6, "int16"),
+        (torch.uint64, (1 << 40,), 1 << 43, "uint64"),
+    ],
+)
+def test_a_spec_knows_its_bytes_and_the_name_of_its_dtype(dtype, shape, nbytes, name):
+    spec = TensorSpec("w", dtype, shape)
+    assert spec.nbytes == nbytes
+    assert spec.dtype_name == name
+    assert getattr(torch, name) is dtype
+    assert str(spec) == f"w {name}{list(shape)}"
+
+
+def test_a_spec_is_a_value():
+    spec = TensorSpec("w", torch.float32, (2,))
+    assert spec == TensorSpec("w", torch.float32, (2,))
+    assert len({spec, TensorSpec("w", torch.float32, (2,))}) == 1
+    with pytest.raises(AttributeError):
+        spec.name = "v"
+
+
+def test_checked_gives_the_payloads_of_a_source_that_keeps_its_word(make_source, deferred):
+    late = deferred(B)
+    source = make_source({"a": A, "b": late, "c": C})
+    first, second, third = checked(source, SPECS)
+    assert (first is A, second is late, third is C) == (True, True, True)
+
+
+def test_checked_is_lazy(make_source):
+    """A payload is borrowed until the next step: the source must not be advanced before."""
+    steps: list[int] = []
+    payloads = checked(make_source({"a": A, "b": B, "c": C}, on_step=steps.append), SPECS)
+    assert steps == []
+    next(payloads)
+    assert steps == [0]
+    next(payloads)
+    assert steps == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ([], "source ended after 0 of 3 tensors: next in specs() is a float32[2, 2]"),
+        (
+            [("a", A), ("b", B)],
+            "source ended after 2 of 3 tensors: next in specs() is c float32[2, 2]",
+        ),
+        (
+            [("a", A), ("b", B), ("c", C), ("d", A)],
+            "the iterator gave d after all 3 tensors of specs()",
+        ),
+        ([("a", A), ("c", C), ("b", B)], "tensor 1: specs() says b, the iterator gave c"),
+        (
+            [("a", A), ("b", B.double())],
+            "tensor 1: specs() says b float32[2, 2], the iterator gave b float64[2, 2]",
+        ),
+        (
+            [("a", A.view(4))],
+            "tensor 0: specs() says a float32[2, 2], the iterator gave a float32[4]",
+        ),
+        (
+            [("a", A.view(1, 2, 2))],
+            "tensor 0: specs() says a float32[2, 2], the iterator gave a float32[1, 2, 2]",
+        ),
+        (
+            [("a", A), ("b", b"bytes")],
+            "tensor 1 (b): the payload is a bytes, not a torch.Tensor or a streamer.DeferredTensor",
+        ),
+        (
+            [("a", None)],
+            "tensor 0 (a): the payload is a NoneType, not a torch.Tensor or a "
+            "streamer.DeferredTensor",
+        ),
+    ],
+)
+def test_the_first_difference_is_named(make_source, pairs, message):
+    """Case 9."""
+    with pytest.raises(SpecMismatch) as caught:
+        list(checked(make_source(pairs, SPECS), SPECS))
+    assert str(caught.value) == message
+    assert isinstance(caught.value, SourceError)
+
+
+@pytest.mark.parametrize(
+    "bad", [A, ("a",), ("a", A, "more"), None, 5], ids=["tensor", "one", "three", "none", "number"]
+)
+def test_what_is_no_pair_is_named(make_source, bad):
+    with pytest.raises(SpecMismatch) as caught:
+        list(checked(make_source([bad], SPECS), SPECS))
+    assert "tensor 0" in str(caught.value)
+    assert "pair" in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("index", "where"), [(0, "tensor 0 (a)"), (1, "tensor 1 (b)"), (3, "tensor 3 (the end)")]
+)
+def test_a_foreign_exception_becomes_a_source_error(make_source, index, where):
+    class Broken(WeightSource):
+        def specs(self):
+            return SPECS
+
+        def __iter__(self):
+            yield from [("a", A), ("b", B), ("c", C)][:index]
+            raise KeyError("missing")
+
+    with pytest.raises(SourceError) as caught:
+        list(checked(Broken(), SPECS))
+    assert str(caught.value) == f"source failed at {where}: KeyError: 'missing'"
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert not isinstance(caught.value, SpecMismatch)
+
+
+def test_an_iterator_that_cannot_be_made_is_a_source_error():
+    class Broken(WeightSource):
+        def specs(self):
+            return SPECS
+
+        def __iter__(self):
+            raise OSError("no disk")
+
+    with pytest.raises(SourceError, match=r"tensor 0 \(a\): OSError: no disk"):
+        list(checked(Broken(), SPECS))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SourceError("the disk is gone"),
+        SpecMismatch("not so"),
+        UsageError("no such option"),
+        TransportError("over"),
+    ],
+)
+def test_an_error_of_ours_comes_through_as_it_is(make_source, error):
+    def fail(index):
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        list(checked(make_source({"a": A}, SPECS, fail), SPECS))
+    assert caught.value is error
+
+
+def test_an_interrupt_comes_through(make_source):
+    def interrupt(index):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        next(checked(make_source({"a": A}, SPECS, interrupt), SPECS))
+
+
+def test_closing_closes_the_iterator_of_the_source():
+    """A source that holds files open in its iterator lets go of them when a sync ends early."""
+    ended: list[bool] = []
+
+    class Files(WeightSource):
+        def specs(self):
+            return SPECS
+
+        def __iter__(self):
+            try:
+                yield from [("a", A), ("b", B), ("c", C)]
+            finally:
+                ended.append(True)
+
+    payloads = checked(Files(), SPECS)
+    next(payloads)
+    assert ended == []
+    payloads.close()
+    assert ended == [True]
+
+
+def test_an_empty_source_of_no_specs_ends(make_source):
+    assert list(checked(make_source({}), [])) == []
+
+
+def test_a_source_of_one_method_more_closes_without_effect(make_source):
+    class Minimal(WeightSource):
+        def specs(self):
+            return []
+
+        def __iter__(self):
+            return iter([])
+
+    source = Minimal()
+    assert source.weight_version is None
+    source.close()
+    with pytest.raises(TypeError):
+        WeightSource()

@@ -1,0 +1,278 @@
+"""The store that a trainer hosts and workers watch. The trainers here are real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from streamer import DeadlineExceeded, TransportError
+from streamer.transport import lifeline as module
+from streamer.transport.lifeline import Lifeline
+
+pytestmark = pytest.mark.timeout(60)
+
+TRAINER = """
+import ctypes, sys
+from streamer.transport.lifeline import Lifeline
+lifeline = Lifeline.host("127.0.0.1")
+print(lifeline.port, flush=True)
+for line in sys.stdin:
+    if line == "close\\n":
+        lifeline.close()
+    if line == "close while held\\n":
+        held = lifeline.store
+        lifeline.close()
+    if line == "hold the GIL\\n":
+        ctypes.PyDLL(None).sleep(4)
+    print("done", flush=True)
+"""
+
+
+class Trainer:
+    """A process that hosts a lifeline and does what it is told."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", TRAINER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.port = int(self.process.stdout.readline())
+
+    def tell(self, command: str) -> None:
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> None:
+        assert self.process.stdout.readline() == "done\n"
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def trainer():
+    started = Trainer()
+    yield started
+    started.end()
+
+
+@pytest.fixture
+def watched(trainer):
+    """A worker's end that watches; what it was told, and when."""
+    worker = Lifeline.join("127.0.0.1", trainer.port, 20)
+    told: list[tuple[float, str]] = []
+    worker.watch(lambda reason: told.append((time.monotonic(), reason)))
+    time.sleep(1.2)
+    assert told == []
+    yield worker, told
+    worker.close()
+
+
+def told_within(told, seconds):
+    deadline = time.monotonic() + seconds
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert told, f"not told within {seconds} s"
+    return told[0][1]
+
+
+def test_a_port_that_is_taken_is_named():
+    """Case 39."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(TransportError) as caught:
+            Lifeline.host("127.0.0.1", port)
+    assert str(caught.value) == f"cannot listen on 127.0.0.1:{port}: Address already in use"
+
+
+def test_an_address_that_is_not_ours_is_named():
+    with pytest.raises(TransportError, match=r"cannot listen on 192\.0\.2\.1:0: Cannot assign"):
+        Lifeline.host("192.0.2.1")
+
+
+def test_the_port_that_is_asked_for_is_taken(free_port):
+    port = free_port()
+    lifeline = Lifeline.host("127.0.0.1", port)
+    assert lifeline.port == port
+    assert lifeline.rendezvous() == {"master_address": "127.0.0.1", "master_port": port}
+    lifeline.close()
+    Lifeline.host("127.0.0.1", port).close()
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 on this host")
+def test_ipv6():
+    try:
+        host = Lifeline.host("::1")
+    except TransportError:
+        pytest.skip("no IPv6 loopback on this host")
+    worker = Lifeline.join("::1", host.port, 10)
+    worker.report(1, here=True)
+    assert worker.local_address == "::1"
+    assert host.reported(1) == {"here": True}
+    worker.close()
+    host.close()
+
+
+def test_no_trainer_is_an_error_at_once(free_port):
+    port = free_port()
+    started = time.monotonic()
+    with pytest.raises(TransportError) as caught:
+        Lifeline.join("127.0.0.1", port, 30)
+    assert time.monotonic() - started < 5
+    assert str(caught.value).startswith(f"the trainer does not answer at 127.0.0.1:{port}: ")
+    assert "Connection refused" in str(caught.value)
+    assert str(caught.value).endswith("can this host reach it there?")
+
+
+def test_a_trainer_that_says_nothing_ends_at_the_deadline():
+    """Something listens there, but it is no store."""
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        port = mute.getsockname()[1]
+        started = time.monotonic()
+        with pytest.raises(TransportError, match=f"does not answer at 127.0.0.1:{port}"):
+            Lifeline.join("127.0.0.1", port, 1)
+        assert time.monotonic() - started < 10
+
+
+def test_workers_report_to_the_trainer():
+    host = Lifeline.host("127.0.0.1")
+    worker = Lifeline.join("127.0.0.1", host.port, 10)
+    assert host.reported(1) == {}
+    worker.report(1, update_open=True)
+    assert host.reported(1) == {"update_open": True}
+    worker.report(1, update_open=False, text="ü")
+    assert host.reported(1) == {"update_open": False, "text": "ü"}
+    host.wait_for_workers(2, 0.1, lambda: None)
+    worker.close()
+    host.close()
+
+
+def test_the_ranks_that_did_not_come_are_named():
+    host = Lifeline.host("127.0.0.1")
+    host.report(2)
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded) as caught:
+        host.wait_for_workers(5, 0.3, lambda: None)
+    assert 0.25 < time.monotonic() - started < 5
+    assert str(caught.value) == (
+        f"of 4 workers, ranks [1, 3, 4] have not joined 127.0.0.1:{host.port} within 0.3 s"
+    )
+    host.close()
+
+
+def test_waiting_for_workers_can_be_stopped():
+    host = Lifeline.host("127.0.0.1")
+    stop = threading.Event()
+
+    def check():
+        if stop.is_set():
+            raise TransportError("stopped")
+
+    timer = threading.Timer(0.2, stop.set)
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(TransportError, match="stopped"):
+        host.wait_for_workers(2, 60, check)
+    assert time.monotonic() - started < 5
+    timer.join()
+    host.close()
+
+
+def test_a_trainer_that_is_killed_is_noticed(trainer, watched):
+    _, told = watched
+    killed = time.monotonic()
+    trainer.process.kill()
+    reason = told_within(told, 10)
+    assert told[0][0] - killed < 3
+    assert reason == f"the trainer at 127.0.0.1:{trainer.port} is gone"
+    time.sleep(1)
+    assert len(told) == 1, "told once"
+
+
+def test_a_trainer_that_is_stopped_is_noticed(trainer, watched):
+    """Its kernel still acknowledges: only silence tells."""
+    _, told = watched
+    stopped = time.monotonic()
+    os.kill(trainer.process.pid, signal.SIGSTOP)
+    try:
+        told_within(told, 20)
+        assert told[0][0] - stopped < 10
+    finally:
+        os.kill(trainer.process.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("how", ["close", "close while held"])
+def test_a_trainer_that_closes_is_noticed(trainer, watched, how):
+    """Also while something else, such as a Gloo operation that hangs, keeps its store alive."""
+    _, told = watched
+    closed = time.monotonic()
+    trainer.tell(how)
+    trainer.answer()
+    told_within(told, 10)
+    assert told[0][0] - closed < 3
+
+
+def test_a_trainer_that_is_busy_is_not_taken_for_dead(trainer, monkeypatch):
+    """The store answers from a thread that needs no GIL."""
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(module, "SILENCE_SECONDS", 1.5)
+    worker = Lifeline.join("127.0.0.1", trainer.port, 20)
+    told: list[str] = []
+    worker.watch(told.append)
+    trainer.tell("hold the GIL")
+    trainer.answer()
+    assert told == []
+    worker.close()
+
+
+def test_nothing_is_told_after_a_close(trainer, watched):
+    worker, told = watched
+    worker.close()
+    worker.close()
+    trainer.process.kill()
+    time.sleep(3)
+    assert told == []
+
+
+def test_the_watching_threads_end_with_it(trainer, watched, eventually):
+    worker, told = watched
+    ours = {"streamer-ask", "streamer-listen"}
+    assert ours <= {thread.name for thread in threading.enumerate()}
+    worker.close()
+    eventually(lambda: not ours & {thread.name for thread in threading.enumerate()}, 3)
+    assert told == []
+
+
+def test_coming_and_going_leaks_nothing(leaks, eventually):
+    def once():
+        host = Lifeline.host("127.0.0.1")
+        worker = Lifeline.join("127.0.0.1", host.port, 10)
+        worker.report(1)
+        worker.watch(lambda reason: None)
+        worker.close()
+        host.close()
+
+    for _ in range(3):
+        once()
+    eventually(lambda: leaks()["threads"] == 0)
+    before = leaks()
+    for _ in range(10):
+        once()
+    eventually(lambda: leaks()["threads"] == 0)
+    eventually(lambda: leaks()["fds"] <= before["fds"] and leaks()["tasks"] <= before["tasks"], 10)
