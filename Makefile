@@ -45,7 +45,7 @@ wheel: .venv/dev.stamp
 vllm: .vllm/streamer.stamp
 
 interop: .venv/dev.stamp vllm
-	$(BIN)/python -m pytest -p no:xdist tests/interop
+	$(BIN)/python -m pytest -p no:xdist -o faulthandler_timeout=600 tests/interop
 
 clean:
 	rm -rf .venv .vllm dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -10,6 +10,7 @@ whole of ``Session.push`` for streamer (it pauses, marks and resumes as well).
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import socket
 import statistics
@@ -54,6 +55,7 @@ def rival(
     )
 
     class Source(WeightSource):  # type: ignore[misc]
+        @functools.cached_property  # as vLLM 0.33 demands
         def metadata(self) -> list[Any]:
             return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
 

@@ -2,10 +2,20 @@
 # Run targets of the Makefile in turn, and end with a table of how each went: run_steps.sh TARGET ...
 #
 # A failed step does not keep the next from running, except that nothing can be done without `setup`,
-# nor `interop` without `vllm`.
+# nor `interop` without `vllm`. A step that takes half an hour hangs, and is ended.
 set -u
 
 needs() { case $1 in setup) ;; interop) echo setup vllm ;; *) echo setup ;; esac; }
+
+# `timeout` leads a process group of its own: Ctrl-C has to be passed on.
+step_pid=
+trap 'kill "$step_pid"; wait "$step_pid"; exit 130' INT TERM
+run() {
+    timeout --kill-after=10 1800 "${MAKE:-make}" --no-print-directory "$1" &
+    step_pid=$!
+    wait "$step_pid"
+}
+
 declare -A outcome
 rows=()
 failed=0
@@ -17,7 +27,7 @@ for step in "$@"; do
     done
     if [ "${outcome[$step]}" = ok ]; then
         printf '\n===== %s\n' "$step"
-        "${MAKE:-make}" --no-print-directory "$step" || outcome[$step]=FAILED
+        run "$step" || outcome[$step]=FAILED
     fi
     if [ "${outcome[$step]}" != ok ]; then
         failed=1

@@ -14,7 +14,7 @@ from typing import Any
 import pluggy
 
 from streamer import hookspecs
-from streamer.exceptions import PluginError, SourceError, UsageError
+from streamer.exceptions import PluginError, SourceError, StreamerError, UsageError
 from streamer.hookspecs import PROJECT, SourceFactory
 from streamer.source import WeightSource
 
@@ -115,6 +115,10 @@ class Registry:
         entry, rest = self._choose(source, scheme)
         if entry is None:
             assert isinstance(source, WeightSource)
+            if options:
+                raise UsageError(
+                    f"the source is open already: it takes no options, such as {next(iter(options))}"
+                )
             return source
         try:
             inspect.signature(entry.factory).bind(rest, **options)
@@ -124,7 +128,15 @@ class Registry:
             ) from None
         except ValueError:
             pass
-        opened = entry.factory(rest, **options)
+        try:
+            opened = entry.factory(rest, **options)
+        except StreamerError:
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"plugin {entry.plugin} ({entry.distribution}) failed to open {entry.scheme}://: "
+                f"{type(error).__name__}: {_one_line(error)}"
+            ) from error
         if not isinstance(opened, WeightSource):
             raise PluginError(
                 f"plugin {entry.plugin} ({entry.distribution}): the factory of {entry.scheme}:// "
@@ -160,9 +172,7 @@ class Registry:
         raise PluginError(f"no source is registered for {scheme}://; installed: {known}{broken}")
 
     def _claimed(self, source: object) -> SourceEntry:
-        claims = [
-            entry for entry in self.entries.values() if entry.accepts and entry.accepts(source)
-        ]
+        claims = [entry for entry in self.entries.values() if _accepts(entry, source)]
         claims = [entry for entry in claims if not entry.built_in] or claims
         if len(claims) == 1:
             return claims[0]
@@ -198,6 +208,12 @@ class Registry:
         manager = self._new_manager()
         try:
             manager.register(plugin, name=name)
+            if not manager.get_hookcallers(plugin):
+                raise PluginError(
+                    "it implements no hook: mark its functions with streamer.hookimpl"
+                )
+            if any(other is plugin for other in self._manager.get_plugins()):
+                raise PluginError("it is registered already under another name")
             manager.check_pending()
             manager.hook.streamer_register_sources(register=register)
         except PluginError as error:
@@ -225,6 +241,16 @@ class Registry:
         manager = pluggy.PluginManager(PROJECT)
         manager.add_hookspecs(hookspecs)
         return manager
+
+
+def _accepts(entry: SourceEntry, source: object) -> bool:
+    try:
+        return entry.accepts is not None and bool(entry.accepts(source))
+    except Exception as error:
+        raise PluginError(
+            f"plugin {entry.plugin} ({entry.distribution}) failed to say whether {entry.scheme} "
+            f"accepts a {type(source).__qualname__}: {type(error).__name__}: {_one_line(error)}"
+        ) from error
 
 
 def _distribution(point: importlib.metadata.EntryPoint) -> str:

@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, TypedDict, Unpack
 
@@ -19,7 +19,7 @@ import torch
 from streamer.broadcast.broadcaster import DEFAULT_NUM_BUFFERS, DEFAULT_THREADS
 from streamer.drivers.base import Driver, ServerInfo
 from streamer.drivers.http import HttpClient
-from streamer.drivers.vllm import PAUSE_MODES, VllmDriver
+from streamer.drivers.vllm import BACKENDS, PAUSE_MODES, VllmDriver
 from streamer.events import ChunkSent, Event, SyncFailed, SyncFinished, SyncStarted
 from streamer.exceptions import StreamerError, UsageError
 from streamer.group import Group, GroupOptions
@@ -81,14 +81,24 @@ class Session:
         pause = options.get("pause", "keep")
         if pause not in PAUSE_MODES:
             raise UsageError(f"pause must be one of {', '.join(PAUSE_MODES)}, not {pause!r}")
+        backend = options.get("backend", "auto")
+        if backend not in BACKENDS:
+            raise UsageError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
+        buffer_size = options.get("buffer_size", DEFAULT_BUFFER_SIZE)
+        num_buffers = options.get("num_buffers", DEFAULT_NUM_BUFFERS)
+        threads = options.get("threads", DEFAULT_THREADS)
+        if min(buffer_size, num_buffers, threads) < 1:
+            raise UsageError(
+                "buffer_size, num_buffers and threads must each be at least 1, not "
+                f"{buffer_size}, {num_buffers} and {threads}"
+            )
         timeouts = options.get("timeouts") or Timeouts()
-        device = options.get("device")
         self._options = GroupOptions(
             packed=options.get("packed", True),
-            buffer_size=options.get("buffer_size", DEFAULT_BUFFER_SIZE),
-            num_buffers=options.get("num_buffers", DEFAULT_NUM_BUFFERS),
-            threads=options.get("threads", DEFAULT_THREADS),
-            device=None if device is None else torch.device(device),
+            buffer_size=buffer_size,
+            num_buffers=num_buffers,
+            threads=threads,
+            device=_device(options.get("device")),
             address=options.get("address"),
             trace=options.get("trace") or Trace(),
         )
@@ -106,7 +116,7 @@ class Session:
                 ),
                 clock=self._clock,
                 pause=pause,
-                backend=options.get("backend", "auto"),
+                backend=backend,
             )
             for url in urls
         ]
@@ -258,6 +268,12 @@ class Session:
     def _each(self, step: Callable[[Driver], Any]) -> list[Any]:
         """Run ``step`` on every server at once; when all are through, raise the first error."""
         futures = [self._pool.submit(step, driver) for driver in self._drivers]
+        try:
+            wait(futures)
+        except BaseException:
+            for driver in self._drivers:
+                driver.cancel()
+            raise
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise errors[0]
@@ -277,9 +293,9 @@ class Session:
         """Have the workers leave, so that they or others can join again."""
         if self._group is None:
             return
-        self._drop_group()
         problem = StreamerError("leaving")
         self._clean_up(problem, lambda driver: driver.leave())
+        self._drop_group()
         for note in getattr(problem, "__notes__", []):
             log.warning("%s", note)
 
@@ -306,6 +322,18 @@ class Session:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _device(device: str | torch.device | None) -> torch.device | None:
+    if device is None:
+        return None
+    try:
+        parsed = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"device {device!r}: {str(error).splitlines()[0]}") from None
+    if parsed.type != "cuda":
+        raise UsageError(f"device must be a CUDA device, which sends over NCCL, not {device!r}")
+    return torch.device("cuda", torch.cuda.current_device()) if parsed.index is None else parsed
 
 
 def connect(to: str | Sequence[str], **options: Unpack[ConnectOptions]) -> Session:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 
@@ -24,8 +25,8 @@ class Timeouts:
     def __post_init__(self) -> None:
         for name in ("connect", "progress", "total"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UsageError(f"the {name} timeout must be more than 0 seconds, not {value:g}")
+            if value is not None and not 0 < value < threading.TIMEOUT_MAX:
+                raise UsageError(f"the {name} timeout must be a time in seconds, not {value:g}")
 
 
 class Clock:

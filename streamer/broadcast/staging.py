@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 import torch
@@ -211,9 +212,12 @@ class Stage:
         return self._slots.get()
 
     def close(self) -> None:
-        """Stop the readers, once the jobs that are queued have run or been stopped by a guard."""
+        """Stop the readers. Jobs still queued must be such that their guard stops them."""
         for _ in self._threads:
             self._jobs.put(None)
+        deadline = time.monotonic() + 1.0
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def cut_regions(segments: list[Segment]) -> list[list[Segment]]:

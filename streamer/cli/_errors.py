@@ -76,7 +76,8 @@ def _let_go_of_stdout() -> None:
 
 
 def _say(text: str) -> None:
-    print(f"streamer: {one_line(text)}", file=sys.stderr)
+    if sys.stderr is not None:  # print() would take stdout for it
+        print(f"streamer: {one_line(text)}", file=sys.stderr)
 
 
 class _LogHandler(logging.Handler):

@@ -74,7 +74,10 @@ class HttpClient:
         self._session = requests.Session()
         self._session.trust_env = trust_env
         self._session.verify = verify
-        self._session.headers.update(headers or {})
+        for name, value in (headers or {}).items():
+            if "\n" in f"{name}{value}" or "\r" in f"{name}{value}":
+                raise UsageError("a header has a line break in it")
+            self._session.headers[name] = value
         self._adapter = _CancellableAdapter()
         self._session.mount("http://", self._adapter)
         self._session.mount("https://", self._adapter)

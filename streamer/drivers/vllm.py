@@ -30,6 +30,7 @@ OLDEST = (0, 30)
 INCOMPLETE = "streamer-incomplete:"
 """A server whose weight version starts so holds, or may hold, a mixture of weights."""
 
+BACKENDS = ("auto", "nccl", "streamer")
 PAUSE_MODES = ("keep", "wait", "abort", "none")
 PER_TENSOR_DTYPES = frozenset(
     {

@@ -1,274 +1,16 @@
-"""The reference server: vLLM's control routes over worker processes that keep tensors by name.
-
-It shows that weights arrive, without a GPU, a model or vLLM, and is what the tests and
-``streamer demo`` push to. Needs the extra ``streamer[serve]``.
-"""
+"""Run the reference server: its socket, its life, and its end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import signal
 import socket
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from importlib.metadata import version
-from typing import Any
+from collections.abc import Callable
 
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+import uvicorn
 
-from streamer.drivers.vllm import PAUSE_MODES
 from streamer.exceptions import StreamerError
-
-PROTOCOL = "0.33.0"
-"""The vLLM release whose routes these are."""
-
-_LINE_LIMIT = 1 << 30
-
-
-class Refused(Exception):
-    """Answered as vLLM answers: a JSON error with this status."""
-
-    def __init__(self, message: str, status: int = 500) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class WorkerProcess:
-    """A worker and the pipe to it. Commands queue up behind one that is stuck."""
-
-    def __init__(self, number: int, process: asyncio.subprocess.Process) -> None:
-        self.number = number
-        self.process = process
-        self._lock = asyncio.Lock()
-
-    @classmethod
-    async def start(cls, number: int, device: str, discard: bool) -> WorkerProcess:
-        """Start worker ``number`` on ``device``."""
-        arguments = [str(number), device, *(["--discard"] if discard else [])]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "streamer.receiver.worker",
-            *arguments,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=_LINE_LIMIT,
-        )
-        return cls(number, process)
-
-    async def call(self, command: str, *arguments: Any) -> Any:
-        """Run ``command`` in the worker. Raises `Refused` with its error, or if it has died."""
-        async with self._lock:
-            assert self.process.stdin is not None
-            assert self.process.stdout is not None
-            line = b""
-            with contextlib.suppress(ConnectionError):
-                self.process.stdin.write(json.dumps([command, arguments]).encode() + b"\n")
-                await self.process.stdin.drain()
-                line = await self.process.stdout.readline()
-        if not line:
-            raise Refused(f"worker {self.number} has died: restart the server")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise Refused(f"worker {self.number}: {answer['error']}")
-        return answer["result"]
-
-    async def stop(self) -> None:
-        """End the process, stuck or not."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        await self.process.wait()
-
-
-class ReferenceServer:
-    """The state behind the routes."""
-
-    def __init__(self, workers: int, device: str, discard: bool) -> None:
-        self._count = workers
-        self._device = device
-        self._discard = discard
-        self._workers: list[WorkerProcess] = []
-        self._updating = False
-        self._paused = False
-        self._weight_version = "default"
-
-    def app(self) -> Starlette:
-        """The ASGI application; its workers live as long as its lifespan."""
-        get: dict[str, Callable[[Request], Awaitable[dict[str, Any]]]] = {
-            "/version": self.get_version,
-            "/get_world_size": self.get_world_size,
-            "/server_info": self.server_info,
-            "/is_paused": self.is_paused,
-            "/weight_info": self.weight_info,
-        }
-        post: dict[str, Callable[[Request], Awaitable[dict[str, Any]]]] = {
-            "/init_weight_transfer_engine": self.init,
-            "/shutdown_weight_transfer_engine": self.shutdown,
-            "/start_weight_update": self.start,
-            "/update_weights": self.update,
-            "/finish_weight_update": self.finish,
-            "/update_weight_version": self.update_weight_version,
-            "/weight_checker": self.weight_checker,
-            "/pause": self.pause,
-            "/resume": self.resume,
-            "/reset_prefix_cache": self.reset_prefix_cache,
-        }
-        routes = [Route("/health", self.health)]
-        routes += [Route(path, _endpoint(call), methods=["GET"]) for path, call in get.items()]
-        routes += [Route(path, _endpoint(call), methods=["POST"]) for path, call in post.items()]
-        return Starlette(routes=routes, lifespan=self._lifespan)
-
-    @contextlib.asynccontextmanager
-    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        try:
-            for number in range(self._count):
-                device = f"cuda:{number}" if self._device == "cuda" else self._device
-                self._workers.append(await WorkerProcess.start(number, device, self._discard))
-            yield
-        finally:
-            await asyncio.gather(*(worker.stop() for worker in self._workers))
-
-    async def _all(self, command: str, *arguments: Any) -> list[Any]:
-        """Run ``command`` in every worker; the first error is raised at once.
-
-        The others are not waited for: they may be stuck until the trainer, which this error
-        reaches, leaves them.
-        """
-        tasks = [
-            asyncio.ensure_future(worker.call(command, *arguments)) for worker in self._workers
-        ]
-        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in pending:
-            task.add_done_callback(lambda task: task.exception())
-        errors = [error for task in tasks if task in done and (error := task.exception())]
-        if errors:
-            raise errors[0]
-        return [task.result() for task in tasks]
-
-    async def health(self, _: Request) -> Response:
-        dead = [worker.number for worker in self._workers if worker.process.returncode is not None]
-        return Response(status_code=503 if dead else 200)
-
-    async def get_version(self, _: Request) -> dict[str, Any]:
-        return {"version": f"{PROTOCOL}+streamer.{version('streamer')}"}
-
-    async def get_world_size(self, _: Request) -> dict[str, Any]:
-        return {"world_size": self._count}
-
-    async def server_info(self, _: Request) -> dict[str, Any]:
-        config = {
-            "weight_transfer_config": {"backend": "streamer"},
-            "device_config": {"device": self._device},
-        }
-        return {"vllm_config": config, "vllm_env": {}, "system_env": {}}
-
-    async def is_paused(self, _: Request) -> dict[str, Any]:
-        return {"is_paused": self._paused}
-
-    async def weight_info(self, _: Request) -> dict[str, Any]:
-        return {"weight_version": self._weight_version}
-
-    async def init(self, request: Request) -> dict[str, Any]:
-        init_info = await _field(request, "init_info", dict)
-        self._updating = False
-        await self._all("init", init_info)
-        return {"message": "Weight transfer initialized"}
-
-    async def shutdown(self, _: Request) -> dict[str, Any]:
-        if self._updating:
-            raise Refused("Cannot release a trainer connection during a weight update")
-        await self._all("shutdown")
-        return {"message": "Weight transfer shut down"}
-
-    async def start(self, _: Request) -> dict[str, Any]:
-        if self._updating:
-            raise Refused("a weight update is active already: call finish_weight_update first")
-        self._updating = True
-        return {"message": "Weight update started"}
-
-    async def update(self, request: Request) -> dict[str, Any]:
-        update_info = await _field(request, "update_info", dict)
-        if not self._updating:
-            raise Refused("start_weight_update must be called before update_weights")
-        try:
-            await self._all("update", update_info)
-        except BaseException:
-            self._updating = False
-            raise
-        return {"message": "Weights updated"}
-
-    async def finish(self, request: Request) -> dict[str, Any]:
-        weight_version = await _field(request, "weight_version", str | None, optional=True)
-        if not self._updating:
-            raise Refused("finish_weight_update called without start_weight_update")
-        self._updating = False
-        if weight_version is not None:
-            self._weight_version = weight_version
-        return {"message": "Weight update finished"}
-
-    async def update_weight_version(self, request: Request) -> dict[str, Any]:
-        self._weight_version = await _field(request, "new_version", str)
-        return {"success": True, "new_version": self._weight_version}
-
-    async def weight_checker(self, request: Request) -> dict[str, Any]:
-        action = await _field(request, "action", str)
-        if action != "checksum":
-            raise Refused(f"action {action!r} is not supported here, only 'checksum'", 400)
-        each = await self._all("checksum")
-        return {
-            "checksums": {
-                f"{number}:{name}": digest
-                for number, checksums in enumerate(each)
-                for name, digest in checksums.items()
-            }
-        }
-
-    async def pause(self, request: Request) -> dict[str, Any]:
-        mode = request.query_params.get("mode", "abort")
-        if mode not in PAUSE_MODES[:-1]:
-            raise Refused(f"mode must be one of {', '.join(PAUSE_MODES[:-1])}, not {mode!r}", 400)
-        self._paused = True
-        return {"status": "paused"}
-
-    async def resume(self, _: Request) -> dict[str, Any]:
-        self._paused = False
-        return {"status": "resumed"}
-
-    async def reset_prefix_cache(self, _: Request) -> dict[str, Any]:
-        return {"success": True}
-
-
-def _endpoint(
-    call: Callable[[Request], Awaitable[dict[str, Any]]],
-) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
-        try:
-            return JSONResponse(await call(request))
-        except Refused as error:
-            content = {"error": {"message": str(error), "code": error.status}}
-            return JSONResponse(content, status_code=error.status)
-
-    return answer
-
-
-async def _field(request: Request, name: str, kind: Any, *, optional: bool = False) -> Any:
-    """The one field of a strict JSON body."""
-    body = await request.body()
-    try:
-        value = json.loads(body) if body or not optional else {}
-    except ValueError:
-        raise Refused("the body is not JSON", 400) from None
-    if not isinstance(value, dict) or set(value) - {name} or (not optional and name not in value):
-        raise Refused(f"the body must be an object with {name!r} alone", 400)
-    field = value.get(name)
-    if not isinstance(field, kind):
-        raise Refused(f"{name!r} must be a {getattr(kind, '__name__', kind)}", 400)
-    return field
+from streamer.receiver.reference import ReferenceServer
 
 
 def _listen(host: str, port: int) -> tuple[socket.socket, str]:
@@ -308,22 +50,14 @@ def run(
     ``port`` 0 takes a free one. ``on_ready(url)`` is called once every worker answers. Raises
     `StreamerError` if it cannot listen there, or a worker does not start.
     """
-    import uvicorn
-
     listener, url = _listen(host, port)
     reference = ReferenceServer(workers, device, discard)
     failures: list[BaseException] = []
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            # Ctrl-C goes to the whole process group. The workers inherit this mask: they end when
-            # they are stopped, not in the middle of an import, with a traceback each.
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                await super().startup(sockets)
-            finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            answers = asyncio.ensure_future(reference._all("checksum"))
+            await super().startup(sockets)
+            answers = asyncio.ensure_future(reference.call("checksum"))
             answers.add_done_callback(lambda task: task.cancelled() or task.exception())
             while not answers.done() and not self.should_exit:
                 await asyncio.wait([answers], timeout=0.1)
@@ -338,7 +72,7 @@ def run(
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             # First the workers: then no request waits for one that is stuck.
-            await asyncio.gather(*(worker.stop() for worker in reference._workers))
+            await asyncio.gather(*(worker.stop() for worker in reference.workers))
             await super().shutdown(sockets)
 
     config = uvicorn.Config(reference.app(), log_level="warning", timeout_graceful_shutdown=1)

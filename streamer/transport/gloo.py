@@ -87,11 +87,14 @@ class GlooTransport(Transport):
         self._pending = work
         deadline = time.monotonic() + timeout
         while True:
+            # A wait that times out raises as one that fails does; only after completion is an
+            # error the operation's own.
+            completed = work.is_completed()
             try:
                 work.wait(_SLICE)
                 break
             except RuntimeError as error:
-                if work.is_completed():
+                if completed:
                     self.check()
                     raise TransportError(f"Gloo: {_first_line(error)}") from error
             self.check()

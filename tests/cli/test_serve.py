@@ -103,7 +103,8 @@ def test_without_the_extra_it_says_what_to_install(
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "streamer.receiver.server", raising=False)
+    for module in ("server", "reference"):
+        monkeypatch.delitem(sys.modules, f"streamer.receiver.{module}", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     ended = invoke(command)
     assert ended.code == 1
