@@ -23,10 +23,11 @@ from streamer.exceptions import (
     UsageError,
 )
 from streamer.hookspecs import hookimpl
+from streamer.options import ConnectOptions
 from streamer.plan import Plan, make_plan
 from streamer.registry import open_source, register_plugin
 from streamer.report import Report
-from streamer.session import ConnectOptions, Session, connect, push
+from streamer.session import Session, connect, push
 from streamer.source import DeferredTensor, Payload, TensorSpec, WeightSource
 from streamer.timeouts import Timeouts
 from streamer.trace import Trace

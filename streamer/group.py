@@ -7,7 +7,6 @@ import ipaddress
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,10 +21,10 @@ from streamer.exceptions import (
     StreamerError,
     TransportError,
 )
+from streamer.options import Options
 from streamer.plan import Plan
 from streamer.source import Payload
 from streamer.timeouts import Clock
-from streamer.trace import Trace
 from streamer.transport.base import Transport
 from streamer.transport.gloo import GlooTransport
 from streamer.transport.lifeline import Lifeline
@@ -35,19 +34,6 @@ _ANSWER_SECONDS = 2.0
 """When the data plane breaks, how long a server is given to say why."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupOptions:
-    """What is fixed when the workers join."""
-
-    packed: bool
-    buffer_size: int
-    num_buffers: int
-    threads: int
-    device: torch.device | None
-    address: str | None
-    trace: Trace
-
-
 class Group:
     """Rank 0 of a broadcast group over all workers of all servers."""
 
@@ -55,7 +41,7 @@ class Group:
         self,
         drivers: Sequence[Driver],
         servers: Sequence[ServerInfo],
-        options: GroupOptions,
+        options: Options,
         clock: Clock,
         pool: ThreadPoolExecutor,
     ) -> None:
@@ -73,7 +59,7 @@ class Group:
             self.close()
             raise
 
-    def _make_transport(self, servers: Sequence[ServerInfo], options: GroupOptions) -> Transport:
+    def _make_transport(self, servers: Sequence[ServerInfo], options: Options) -> Transport:
         backends = {server.backend for server in servers}
         devices = {server.device for server in servers}
         if len(backends) > 1 or len(devices) > 1:
@@ -98,7 +84,7 @@ class Group:
         device = options.device or torch.device("cuda", _current_device())
         return NcclTransport(device, 0, self.world_size)
 
-    def _join(self, servers: Sequence[ServerInfo], options: GroupOptions) -> None:
+    def _join(self, servers: Sequence[ServerInfo], options: Options) -> None:
         rendezvous = dict(self.transport.rendezvous())
         if self.lifeline is not None:
             rendezvous |= self.lifeline.rendezvous()

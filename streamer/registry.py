@@ -117,7 +117,7 @@ class Registry:
             assert isinstance(source, WeightSource)
             if options:
                 raise UsageError(
-                    f"the source is open already: it takes no options, such as {next(iter(options))}"
+                    f"the source is open already: it takes no option {next(iter(options))}"
                 )
             return source
         try:

@@ -9,62 +9,26 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
-import torch
-
-from streamer.broadcast.broadcaster import DEFAULT_NUM_BUFFERS, DEFAULT_THREADS
 from streamer.drivers.base import Driver, ServerInfo
 from streamer.drivers.http import HttpClient
-from streamer.drivers.vllm import BACKENDS, PAUSE_MODES, VllmDriver
+from streamer.drivers.vllm import VllmDriver
 from streamer.events import ChunkSent, Event, SyncFailed, SyncFinished, SyncStarted
 from streamer.exceptions import StreamerError, UsageError
-from streamer.group import Group, GroupOptions
+from streamer.group import Group
 from streamer.interrupts import Interrupts
-from streamer.plan import DEFAULT_BUFFER_SIZE, Plan, make_plan
+from streamer.options import ConnectOptions, Options
+from streamer.plan import Plan, make_plan
 from streamer.registry import default_registry, open_source
 from streamer.report import Report, Seconds, ServerReport
 from streamer.source import WeightSource, checked
-from streamer.timeouts import Clock, Timeouts
-from streamer.trace import Trace
+from streamer.timeouts import Clock
 
 log = logging.getLogger("streamer")
-
-
-class ConnectOptions(TypedDict, total=False):
-    """Options of `connect` and `push`."""
-
-    backend: str
-    """``auto`` asks the server; ``nccl`` is vLLM's own engine, ``streamer`` ours."""
-    packed: bool
-    """Packed chunks (True, the default) or one broadcast a tensor."""
-    buffer_size: int
-    """Bytes of a packed chunk, which closes once it is larger; 256 MiB."""
-    num_buffers: int
-    """Chunks in flight; 3."""
-    threads: int
-    """Threads that read deferred tensors; 16."""
-    pause: str
-    """``keep`` (default), ``wait``, ``abort``, or ``none`` if the caller pauses and resumes."""
-    timeouts: Timeouts
-    """Deadlines for connecting, for progress, and for a whole push."""
-    device: str | torch.device | None
-    """The CUDA device that sends; the current one by default."""
-    address: str | None
-    """This host's address as the workers reach it; found by asking the routing table."""
-    headers: Mapping[str, str]
-    """HTTP headers for every call, ``Authorization`` for one. Never logged."""
-    verify: bool | str
-    """TLS verification, or the path of a CA bundle."""
-    trust_env: bool
-    """Whether proxies of the environment apply to the servers; False."""
-    trace: Trace
-    """Records a timeline while ``trace.enabled``."""
-    on_event: Callable[[Event], None] | None
-    """Called with each event of a sync, on the thread that pushes."""
 
 
 class Session:
@@ -78,54 +42,33 @@ class Session:
         urls = [to] if isinstance(to, str) else list(to)
         if not urls or len(set(urls)) != len(urls):
             raise UsageError(f"give each server's URL once, and at least one: {urls}")
-        pause = options.get("pause", "keep")
-        if pause not in PAUSE_MODES:
-            raise UsageError(f"pause must be one of {', '.join(PAUSE_MODES)}, not {pause!r}")
-        backend = options.get("backend", "auto")
-        if backend not in BACKENDS:
-            raise UsageError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
-        buffer_size = options.get("buffer_size", DEFAULT_BUFFER_SIZE)
-        num_buffers = options.get("num_buffers", DEFAULT_NUM_BUFFERS)
-        threads = options.get("threads", DEFAULT_THREADS)
-        if min(buffer_size, num_buffers, threads) < 1:
-            raise UsageError(
-                "buffer_size, num_buffers and threads must each be at least 1, not "
-                f"{buffer_size}, {num_buffers} and {threads}"
-            )
-        timeouts = options.get("timeouts") or Timeouts()
-        self._options = GroupOptions(
-            packed=options.get("packed", True),
-            buffer_size=buffer_size,
-            num_buffers=num_buffers,
-            threads=threads,
-            device=_device(options.get("device")),
-            address=options.get("address"),
-            trace=options.get("trace") or Trace(),
-        )
-        self._on_event = options.get("on_event")
-        self._clock = Clock(timeouts)
+        self._options = Options.parse(options)
+        self._clock = Clock(self._options.timeouts)
         self._drivers: list[Driver] = [
             VllmDriver(
                 HttpClient(
                     url,
-                    connect_timeout=timeouts.connect,
-                    headers=options.get("headers"),
-                    verify=options.get("verify", True),
-                    trust_env=options.get("trust_env", False),
+                    connect_timeout=self._options.timeouts.connect,
+                    headers=self._options.headers,
+                    verify=self._options.verify,
+                    trust_env=self._options.trust_env,
                     trace=self._options.trace,
                 ),
                 clock=self._clock,
-                pause=pause,
-                backend=backend,
+                pause=self._options.pause,
+                backend=self._options.backend,
             )
             for url in urls
         ]
         self._pool = ThreadPoolExecutor(2 * len(urls), thread_name_prefix="streamer-http")
         self._interrupts = Interrupts()
         self._group: Group | None = None
+        self._opened = 0.0
         self.servers: list[ServerInfo] = []
 
-    def push(self, source: object, *, weight_version: str | None = None) -> Report:
+    def push(
+        self, source: object, *, weight_version: str | None = None, force: bool = False
+    ) -> Report:
         """Send every tensor of ``source`` to every server, and return a report.
 
         ``source`` is what `streamer.open_source` takes. Everything that can be checked is checked
@@ -134,6 +77,8 @@ class Session:
         they stay paused and marked as incomplete, and ``error.held`` says what each may hold.
 
         Without ``weight_version`` the source's own is used (a Hub commit), or one is made up.
+        Servers that all say they serve the source's own version already are left alone, unless
+        ``force``; the report then counts 0 tensors.
         """
         self._clock.start()
         started = time.monotonic()
@@ -143,7 +88,13 @@ class Session:
         try:
             with trace.span("plan"):
                 plan = self._plan(opened)
-            version = weight_version or opened.weight_version or f"streamer-{uuid.uuid4().hex[:12]}"
+            self._opened = time.monotonic()
+            self._probe()
+            version = weight_version or opened.weight_version
+            if version is None:
+                version = f"streamer-{uuid.uuid4().hex[:12]}"
+            elif weight_version is None and not force and self._all_serve(version):
+                return self._report(None, version, started, [time.monotonic()] * 3)
             return self._push(plan, opened, version, started)
         except BaseException as error:
             self._tell(SyncFailed(error))
@@ -162,13 +113,10 @@ class Session:
         return plan
 
     def _push(self, plan: Plan, source: WeightSource, version: str, started: float) -> Report:
-        opened = time.monotonic()
-        self._probe()
         for driver in self._drivers:
             driver.check(plan)
         if self._group is None or not all(self._each(lambda driver: driver.is_ours())):
             self.join()
-        assert self._group is not None
         connected = time.monotonic()
         self._tell(SyncStarted(plan.tensors, plan.nbytes, len(plan.chunks), self._urls))
         with self._interrupts:
@@ -179,14 +127,23 @@ class Session:
             except BaseException as error:
                 self._give_up(error)
                 raise
-        finished = time.monotonic()
+        return self._report(plan, version, started, [connected, updated, time.monotonic()])
+
+    def _all_serve(self, version: str) -> bool:
+        return all(self._each(lambda driver: driver.serves(version)))
+
+    def _report(
+        self, plan: Plan | None, version: str, started: float, marks: list[float]
+    ) -> Report:
+        """``marks``: when the group was connected, the last byte received, the servers resumed."""
+        connected, updated, finished = marks
         report = Report(
-            tensors=plan.tensors,
-            bytes=plan.nbytes,
-            chunks=len(plan.chunks),
+            tensors=plan.tensors if plan else 0,
+            bytes=plan.nbytes if plan else 0,
+            chunks=len(plan.chunks) if plan else 0,
             seconds=Seconds(
-                open=opened - started,
-                connect=connected - opened,
+                open=self._opened - started,
+                connect=connected - self._opened,
                 update=updated - connected,
                 finish=finished - updated,
                 total=finished - started,
@@ -280,8 +237,8 @@ class Session:
         return [future.result() for future in futures]
 
     def _tell(self, event: Event) -> None:
-        if self._on_event is not None:
-            self._on_event(event)
+        if self._options.on_event is not None:
+            self._options.on_event(event)
         for problem in default_registry().call_on_event(event):
             log.error("a plugin's streamer_on_event failed", exc_info=problem)
 
@@ -324,18 +281,6 @@ class Session:
         self.close()
 
 
-def _device(device: str | torch.device | None) -> torch.device | None:
-    if device is None:
-        return None
-    try:
-        parsed = torch.device(device)
-    except RuntimeError as error:
-        raise UsageError(f"device {device!r}: {str(error).splitlines()[0]}") from None
-    if parsed.type != "cuda":
-        raise UsageError(f"device must be a CUDA device, which sends over NCCL, not {device!r}")
-    return torch.device("cuda", torch.cuda.current_device()) if parsed.index is None else parsed
-
-
 def connect(to: str | Sequence[str], **options: Unpack[ConnectOptions]) -> Session:
     """Connect to the server at ``to``, or to several as one group, for any number of pushes.
 
@@ -356,8 +301,9 @@ def push(
     to: str | Sequence[str],
     *,
     weight_version: str | None = None,
+    force: bool = False,
     **options: Unpack[ConnectOptions],
 ) -> Report:
     """Push ``source`` once: connect, send, disconnect. See `connect` and `Session.push`."""
     with Session(to, **options) as session:
-        return session.push(source, weight_version=weight_version)
+        return session.push(source, weight_version=weight_version, force=force)

@@ -55,6 +55,9 @@ class Driver(Protocol):
     def is_ours(self) -> bool:
         """Whether the server still is in the state that our last sync, or join, left it in."""
 
+    def serves(self, weight_version: str) -> bool:
+        """Whether the server says that it holds exactly this version, complete."""
+
     def join(self, info: JoinInfo) -> None:
         """Make the workers enter the rendezvous; returns when all of them have joined."""
 

@@ -135,6 +135,9 @@ class VllmDriver:
     def is_ours(self) -> bool:
         return self._weight_version() == self._version
 
+    def serves(self, weight_version: str) -> bool:
+        return self._weight_version() == weight_version
+
     def join(self, info: JoinInfo) -> None:
         self._http.post(
             "/init_weight_transfer_engine",

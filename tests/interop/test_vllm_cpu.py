@@ -21,24 +21,25 @@ from streamer.events import ChunkSent
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-BUFFER_SIZE = 100_000
-"""Seven chunks or so of a checkpoint."""
+BUFFER_SIZE = 20_000
+"""Each matrix of a checkpoint is a chunk of its own: more chunks than can be read ahead, by far."""
 GRACE_SECONDS = 10.0
 """Within which a server must have noticed that its trainer is dead."""
 
 
 class Raising(streamer.WeightSource):
-    """Another source, up to its middle."""
+    """Another source, up to the tensor ``at``."""
 
-    def __init__(self, inner: streamer.WeightSource) -> None:
+    def __init__(self, inner: streamer.WeightSource, at: int) -> None:
         self._inner = inner
+        self._at = at
 
     def specs(self) -> Sequence[streamer.TensorSpec]:
         return self._inner.specs()
 
     def __iter__(self) -> Iterator[tuple[str, streamer.Payload]]:
         for index, pair in enumerate(self._inner):
-            if index == len(self.specs()) // 2:
+            if index == self._at:
                 raise OSError("the disk is on fire")
             yield pair
 
@@ -90,10 +91,11 @@ def test_push_while_serving(server, traffic, checkpoints, from_disk, packed):
     """Requests sent during a push are answered with the new weights, and none fails."""
 
     def on_event(event):
-        if isinstance(event, ChunkSent):
-            if len(traffic.extra) < 3:
+        # The server is paused by the time the last chunk is read: not all fit into the buffers.
+        if isinstance(event, ChunkSent) and event.bytes == event.total_bytes:
+            for _ in range(3):
                 traffic.ask()
-            time.sleep(0.1)
+            time.sleep(0.3)
 
     with traffic:
         traffic.wait_for_more(1)
@@ -107,7 +109,7 @@ def test_push_while_serving(server, traffic, checkpoints, from_disk, packed):
         )
         traffic.wait_for_more(2)
 
-    assert report.chunks > 5
+    assert report.chunks > 10
     assert traffic.answers[0] == from_disk["a"].token_ids[0]
     during = {answer.result() for answer in traffic.extra}
     assert during == {from_disk["b"].token_ids[0]}
@@ -127,19 +129,27 @@ def test_two_syncs_and_a_second_session(server, checkpoints, from_disk):
 
 
 def test_source_fails_midway(server, checkpoints, from_disk, b):
+    source = Raising(b, len(b.specs()) // 2)
     with pytest.raises(streamer.SourceError, match="the disk is on fire") as caught:
-        streamer.push(Raising(b), to=server.url, buffer_size=BUFFER_SIZE)
-    assert "holds a mixture of old and new weights" in str(caught.value)
-    assert list(caught.value.held) == [server.url]
+        streamer.push(source, to=server.url, buffer_size=BUFFER_SIZE)
+    assert "mixture" in caught.value.held[server.url]
     check_incomplete(server)
     check_repaired_by_push(server, checkpoints, from_disk)
+
+
+def test_source_fails_at_once(server, from_disk, b):
+    """No byte was sent: the old weights are served on."""
+    with pytest.raises(streamer.SourceError, match="the disk is on fire") as caught:
+        streamer.push(Raising(b, 0), to=server.url, buffer_size=BUFFER_SIZE)
+    assert not caught.value.held
+    check_serves(server, from_disk["a"], "a")
 
 
 def test_model_lacks_a_tensor(server, checkpoints, from_disk, b):
     source = Renamed(b, "model.layers.0.no_such.weight")
     with pytest.raises(streamer.ServerRefused, match="no_such") as caught:
         streamer.push(source, to=server.url, buffer_size=BUFFER_SIZE)
-    assert "holds a mixture of old and new weights" in str(caught.value)
+    assert "mixture" in caught.value.held[server.url]
     check_incomplete(server)
     check_repaired_by_push(server, checkpoints, from_disk)
 
@@ -160,8 +170,7 @@ def test_trainer_dies_midway(server, checkpoints, from_disk, how):
             trainer.kill()
 
 
-def test_refused_before_a_byte(server, from_disk, b):
-    """Nothing has changed, and the server answers on."""
+def test_refused_before_the_server_is_touched(server, from_disk, b):
     twice = Renamed(b, b.specs()[0].name)
     with pytest.raises(streamer.PlanError, match="twice"):
         streamer.push(twice, to=server.url)

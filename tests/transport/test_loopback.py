@@ -133,7 +133,8 @@ def test_a_rank_that_leaves_wakes_the_others():
     started = time.monotonic()
     sender, worker = ranks(group, step)
     assert worker == "left"
-    assert isinstance(sender, (TransportError, DeadlineExceeded))
+    assert isinstance(sender, TransportError), "it left: that is no deadline"
+    assert "60 s" not in str(sender)
     assert time.monotonic() - started < 5
 
 

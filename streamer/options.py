@@ -1,0 +1,102 @@
+"""The options of a session: what may be given, the defaults, and the checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+import torch
+
+from streamer.broadcast.broadcaster import DEFAULT_NUM_BUFFERS, DEFAULT_THREADS
+from streamer.drivers.vllm import BACKENDS, PAUSE_MODES
+from streamer.events import Event
+from streamer.exceptions import UsageError
+from streamer.plan import DEFAULT_BUFFER_SIZE
+from streamer.timeouts import Timeouts
+from streamer.trace import Trace
+
+
+class ConnectOptions(TypedDict, total=False):
+    """Options of `connect` and `push`."""
+
+    backend: str
+    """``auto`` asks the server; ``nccl`` is vLLM's own engine, ``streamer`` ours."""
+    packed: bool
+    """Packed chunks (True, the default) or one broadcast a tensor."""
+    buffer_size: int
+    """Bytes of a packed chunk, which closes once it is larger; 256 MiB."""
+    num_buffers: int
+    """Chunks in flight; 3."""
+    threads: int
+    """Threads that read deferred tensors; 16."""
+    pause: str
+    """``keep`` (default), ``wait``, ``abort``, or ``none`` if the caller pauses and resumes."""
+    timeouts: Timeouts
+    """Deadlines for connecting, for progress, and for a whole push."""
+    device: str | torch.device | None
+    """The CUDA device that sends; the current one by default."""
+    address: str | None
+    """This host's address as the workers reach it; found by asking the routing table."""
+    headers: Mapping[str, str]
+    """HTTP headers for every call, ``Authorization`` for one. Never logged."""
+    verify: bool | str
+    """TLS verification, or the path of a CA bundle."""
+    trust_env: bool
+    """Whether proxies of the environment apply to the servers; False."""
+    trace: Trace
+    """Records a timeline while ``trace.enabled``."""
+    on_event: Callable[[Event], None] | None
+    """Called with each event of a sync, on the thread that pushes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """`ConnectOptions` with their defaults, checked."""
+
+    backend: str = "auto"
+    packed: bool = True
+    buffer_size: int = DEFAULT_BUFFER_SIZE
+    num_buffers: int = DEFAULT_NUM_BUFFERS
+    threads: int = DEFAULT_THREADS
+    pause: str = "keep"
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    device: torch.device | None = None
+    address: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    verify: bool | str = True
+    trust_env: bool = False
+    trace: Trace = field(default_factory=Trace)
+    on_event: Callable[[Event], None] | None = None
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> Options:
+        """From what a caller gave. Raises `UsageError` for what cannot be right."""
+        unknown = set(options) - set(cls.__dataclass_fields__)
+        if unknown:
+            raise UsageError(f"there is no option {', '.join(sorted(unknown))}")
+        return cls(**{**options, "device": _device(options.get("device"))})
+
+    def __post_init__(self) -> None:
+        _one_of("backend", self.backend, BACKENDS)
+        _one_of("pause", self.pause, PAUSE_MODES)
+        for name in ("buffer_size", "num_buffers", "threads"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+def _one_of(name: str, value: str, values: Sequence[str]) -> None:
+    if value not in values:
+        raise UsageError(f"{name} must be one of {', '.join(values)}, not {value!r}")
+
+
+def _device(device: str | torch.device | None) -> torch.device | None:
+    if device is None:
+        return None
+    try:
+        parsed = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"device {device!r}: {str(error).splitlines()[0]}") from None
+    if parsed.type != "cuda":
+        raise UsageError(f"device must be a CUDA device, which sends over NCCL, not {device!r}")
+    return torch.device("cuda", torch.cuda.current_device()) if parsed.index is None else parsed
