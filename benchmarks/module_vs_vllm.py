@@ -59,8 +59,10 @@ def rival(
         def metadata(self) -> list[Any]:
             return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
 
-        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
             yield from tensors.items()
+
+        __iter__ = iter_full  # what vLLM 0.32 calls
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

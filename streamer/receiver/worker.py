@@ -7,9 +7,11 @@ It ends when its server does, which closes the pipe.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import json
 import os
+import signal
 import sys
 from typing import IO, Any
 
@@ -18,6 +20,9 @@ import torch
 from streamer.broadcast.staging import as_memoryview
 from streamer.exceptions import StreamerError
 from streamer.receiver.endpoint import Endpoint, InitInfo
+
+
+PR_SET_PDEATHSIG = 1
 
 
 class Worker:
@@ -89,6 +94,9 @@ def main() -> None:
     parser.add_argument("device")
     parser.add_argument("--discard", action="store_true")
     arguments = parser.parse_args()
+    if sys.platform == "linux":
+        # A worker that is stuck in a broadcast does not see its pipe close: die with the server.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # Answers get a descriptor of their own: whatever a library prints must not mix with them.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

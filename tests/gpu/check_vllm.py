@@ -1,15 +1,17 @@
 """The real vLLM on two GPUs: every checksum and token id against a server that loaded from disk.
 
-    python tests/gpu/check_vllm.py --site SITE --serve serve_vllm.sh --make make_checkpoint.py \
-        --size 0.6b [--reference rlhf_http_nccl_no_vllm.py]
+    CUDA_VISIBLE_DEVICES=1 python tests/gpu/check_vllm.py --site SITE --serve serve_vllm.sh \
+        --make make_checkpoint.py --models 0.6b,fp8,moe,8b
 
-The servers are on GPU 0 (and the one that loads from disk on GPU 1), the sender is on GPU 1. Prints
-one line a check and exits with 1 if any failed.
+``--serve`` starts a server (MODEL GPU PORT [vLLM arguments]), with the packages in ``--site``.
+The receiving servers are on GPU 0, those that load from disk on GPU 1, with the sender. Prints one
+line a check, and exits with 1 if any failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -106,7 +108,8 @@ def kill_mid_broadcast(server: Server, folder: Path) -> None:
         "            if number == 60:\n"
         "                import time; time.sleep(1); os.kill(os.getpid(), 9)\n"
         "            yield pair\n"
-        "streamer.push(Dies(streamer.open_source(sys.argv[1])), to=sys.argv[2], buffer_size=8 << 20)\n"
+        "source = Dies(streamer.open_source(sys.argv[1]))\n"
+        "streamer.push(source, to=sys.argv[2], buffer_size=8 << 20)\n"
     )
     started = time.monotonic()
     subprocess.run(
@@ -127,77 +130,120 @@ def kill_mid_broadcast(server: Server, folder: Path) -> None:
     check("trainer killed: marked incomplete", version.startswith("streamer-incomplete:"), version)
 
 
+class Breaks(streamer.WeightSource):
+    """Raises after ``good`` tensors."""
+
+    def __init__(self, folder: Path, good: int) -> None:
+        self.inner, self.good = streamer.open_source(str(folder)), good
+
+    def specs(self) -> Any:
+        return self.inner.specs()
+
+    def __iter__(self) -> Any:
+        for number, pair in enumerate(self.inner):
+            if number == self.good:
+                raise ValueError("the disk is on fire")
+            yield pair
+
+
+def source_fails(server: Server, folder: Path) -> None:
+    """The stream is completed with filler, so that even vLLM's own engine goes on."""
+    try:
+        streamer.push(Breaks(folder, 60), to=server.url, buffer_size=8 << 20)
+        check("source fails: an error", False)
+    except streamer.SourceError as error:
+        check("source fails: an error", "disk is on fire" in str(error), error)
+    answer = requests.get(server.url + "/is_paused", timeout=5).json()
+    check("source fails: the server answers, paused", answer == {"is_paused": True})
+
+
+class Model:
+    """A checkpoint, a server that loaded it from disk, and one for each backend that did not."""
+
+    def __init__(self, arguments: argparse.Namespace, name: str, port: int) -> None:
+        self.name = name
+        work = Path(arguments.work)
+        size = {"fp8": "0.6b"}.get(name, name)
+        self.first, self.second = work / f"{size}-7", work / f"{size}-8"
+        for folder, seed in ((self.first, "7"), (self.second, "8")):
+            make(arguments, folder, size, seed)
+        share = {"8b": "0.2", "0.6b": "0.1", "fp8": "0.1", "moe": "0.06"}[name]
+        extra = ["--gpu-memory-utilization", share]
+        extra += ["--quantization", "fp8"] if name == "fp8" else []
+        backends = arguments.backends.split(",")
+        self.disk = Server(arguments, self.first, 1, port, "--load-format", "auto", *extra)
+        self.servers = {
+            backend: Server(
+                arguments,
+                self.first,
+                0,
+                port + number,
+                "--weight-transfer-config",
+                json.dumps({"backend": backend}),
+                *extra,
+            )
+            for number, backend in enumerate(backends, start=1)
+        }
+
+    def check(self) -> None:
+        """Push both ways to each server, and break a sync in between."""
+        self.disk.wait()
+        want, tokens = self.disk.checksums(), self.disk.tokens()
+        self.disk.stop()
+        for backend, server in self.servers.items():
+            what = f"{self.name}, {backend}"
+            server.wait()
+            push(server, self.first)
+            compare(f"{what}: packed", server, want, tokens)
+            with streamer.connect(server.url, packed=False) as session:
+                print(json.dumps(session.push(str(self.second)).as_json()), flush=True)
+                if self.second != self.first:
+                    check(f"{what}: another checkpoint differs", server.checksums() != want)
+                if self.name == "0.6b":
+                    source_fails(server, self.second)
+                    if backend == "streamer":
+                        kill_mid_broadcast(server, self.second)
+                print(json.dumps(session.push(str(self.first)).as_json()), flush=True)
+            compare(f"{what}: per tensor, second sync", server, want, tokens)
+            server.stop()
+
+    def stop(self) -> None:
+        for server in (self.disk, *self.servers.values()):
+            with contextlib.suppress(ProcessLookupError):
+                server.stop()
+
+
+def make(arguments: argparse.Namespace, folder: Path, size: str, seed: str) -> None:
+    if folder.exists():
+        return
+    if size != "moe":
+        command = [arguments.make, str(folder), size, seed]
+    else:
+        tokenizer = folder.with_name("0.6b-7")
+        make(arguments, tokenizer, "0.6b", "7")
+        command = [str(Path(__file__).with_name("make_moe.py")), str(folder), str(tokenizer), seed]
+    subprocess.run([sys.executable, *command], check=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--site", required=True)
     parser.add_argument("--serve", required=True)
     parser.add_argument("--make", required=True)
-    parser.add_argument("--size", default="0.6b")
+    parser.add_argument("--models", default="0.6b,fp8,moe")
     parser.add_argument("--backends", default="nccl,streamer")
-    parser.add_argument("--reference")
     parser.add_argument("--work", default="/tmp/check")
     arguments = parser.parse_args()
-    work = Path(arguments.work)
-    work.mkdir(parents=True, exist_ok=True)
-    first, second = work / f"{arguments.size}-7", work / f"{arguments.size}-8"
-    makers = [
-        subprocess.Popen([sys.executable, arguments.make, str(folder), arguments.size, seed])
-        for folder, seed in ((first, "7"), (second, "8"))
-        if not folder.exists()
-    ]
-    for maker in makers:
-        maker.wait()
-    share = ("--gpu-memory-utilization", "0.25")
-    disk = Server(arguments, first, 1, 8107, "--load-format", "auto", *share)
-    servers = {
-        backend: Server(
-            arguments,
-            first,
-            0,
-            8110 + number,
-            "--weight-transfer-config",
-            json.dumps({"backend": backend}),
-            *share,
-        )
-        for number, backend in enumerate(arguments.backends.split(","))
-    }
-    everyone = [disk, *servers.values()]
+    Path(arguments.work).mkdir(parents=True, exist_ok=True)
+    models: list[Model] = []
     try:
-        for server in everyone:
-            server.wait()
-        want, tokens = disk.checksums(), disk.tokens()
-        disk.stop()
-        everyone.remove(disk)
-        for backend, server in servers.items():
-            check(f"{backend}: dummy weights differ", server.checksums() != want)
-            push(server, first)
-            compare(f"{backend}: packed", server, want, tokens)
-            with streamer.connect(server.url, packed=False) as session:
-                print(json.dumps(session.push(str(second)).as_json()), flush=True)
-                check(f"{backend}: another checkpoint differs", server.checksums() != want)
-                print(json.dumps(session.push(str(first)).as_json()), flush=True)
-                compare(f"{backend}: per tensor, second sync", server, want, tokens)
-            push(server, second, buffer_size=1 << 30)
-            if backend == "streamer":
-                kill_mid_broadcast(server, second)
-            push(server, first, buffer_size=64 << 20)
-            compare(f"{backend}: packed 64 MiB, new session", server, want, tokens)
-            if arguments.reference:
-                for mode in ([], ["--packed"]):
-                    for _ in range(2):
-                        begun = time.monotonic()
-                        subprocess.run(
-                            [sys.executable, arguments.reference, "--url", server.url]
-                            + ["--checkpoint", str(first), *mode],
-                            timeout=120,
-                            check=False,
-                            stdout=subprocess.DEVNULL,
-                        )
-                        print(f"reference {mode} {time.monotonic() - begun:.2f} s", flush=True)
-                compare(f"{backend}: after the reference script", server, want, tokens)
+        for number, name in enumerate(arguments.models.split(",")):
+            models.append(Model(arguments, name, 8100 + 10 * number))
+        for model in models:
+            model.check()
     finally:
-        for server in everyone:
-            server.stop()
+        for model in models:
+            model.stop()
     print(f"{len(failures)} failed" if failures else "all good", flush=True)
     return 1 if failures else 0
 

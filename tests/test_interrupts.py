@@ -1,0 +1,113 @@
+"""A signal in the middle of a sync: the stream is completed first, and then it takes effect."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+import streamer
+from streamer.interrupts import Interrupts
+
+TRAINER = """
+import sys, time, torch, streamer
+from streamer import TensorSpec, WeightSource
+
+class Slow(WeightSource):
+    def specs(self):
+        return [TensorSpec(f"t{i}", torch.float32, (1000,)) for i in range(40)]
+    def __iter__(self):
+        for i in range(40):
+            if i == 20:
+                print("half", flush=True)
+                time.sleep(60)
+            yield f"t{i}", torch.full((1000,), float(i))
+
+streamer.push(Slow(), to=sys.argv[1], buffer_size=4000, weight_version="slow")
+"""
+
+
+@pytest.fixture
+def trainer(server):
+    """A process that is in the middle of a push, its source asleep."""
+    command = [sys.executable, "-c", TRAINER, server.url]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "half\n"
+        time.sleep(0.3)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_completes_the_stream_and_the_server_goes_on(
+    server, trainer, make_source, random_tensor, number
+):
+    started = time.monotonic()
+    trainer.send_signal(number)
+    _, errors = trainer.communicate(timeout=20)
+    assert time.monotonic() - started < 10
+    assert trainer.returncode == -number if number == signal.SIGTERM else 1, errors
+    assert server.paused
+    assert server.weight_version == "streamer-incomplete:slow"
+    tensors = {f"t{i}": random_tensor(torch.float32, (1000,), seed=i) for i in range(40)}
+    streamer.push(make_source(tensors), to=server.url)
+    assert not server.paused
+    assert server.holds(tensors)
+
+
+def test_the_handlers_of_the_caller_get_the_signal_afterwards():
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        with Interrupts() as interrupts:
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(KeyboardInterrupt):
+                interrupts.check()
+            assert not seen
+        assert seen == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is not None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_second_signal_is_not_held_back():
+    with pytest.raises(KeyboardInterrupt), Interrupts():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("the second one was held back")
+
+
+def test_in_the_source_the_signal_is_raised_at_once():
+    def payloads():
+        os.kill(os.getpid(), signal.SIGINT)
+        yield torch.zeros(1)
+
+    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:  # noqa: PT012
+        with pytest.raises(KeyboardInterrupt):
+            next(interrupts.within(payloads()))
+
+
+def test_elsewhere_than_in_the_main_thread_nothing_is_touched():
+    handler = signal.getsignal(signal.SIGINT)
+    inside: list[object] = []
+
+    def run():
+        with Interrupts():
+            inside.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert inside == [handler]
