@@ -388,6 +388,14 @@ server.run(
 """
 
 
+def is_worker(pid: int) -> bool:
+    """Whether a process still is a worker of a reference server."""
+    try:
+        return b"streamer.receiver.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
 def _http() -> requests.Session:
     session = requests.Session()
     session.trust_env = False
@@ -396,12 +404,13 @@ def _http() -> requests.Session:
 
 @dataclass
 class ReferenceServer:
-    """A reference server in a process group of its own."""
+    """A reference server in a process of its own, and its workers (``pids``, in order)."""
 
     workers: int
     port: int = 0
     url: str = ""
     process: subprocess.Popen[str] = field(init=False)
+    pids: list[int] = field(default_factory=list)
     log: Path = field(default=Path(os.devnull))
 
     def start(self) -> None:
@@ -424,14 +433,27 @@ class ReferenceServer:
             self.kill()
             raise
         self.port = int(self.url.rpartition(":")[2])
+        self.pids = self._children()
+
+    def _children(self) -> list[int]:
+        pid = self.process.pid
+        found: list[int] = []
+        for task in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+        return sorted(found)
 
     def kill(self) -> None:
         """End the server and its workers at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
         if self.process.stdout is not None:
             self.process.stdout.close()
+        deadline = time.monotonic() + PATIENCE
+        while any(map(is_worker, self.pids)):  # they end with their server
+            if time.monotonic() > deadline:
+                for pid in filter(is_worker, self.pids):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
 
     def get(self, path: str) -> Any:
         with _http() as http:
@@ -495,14 +517,6 @@ class ReferenceServer:
         return all(
             {name: held.get(name) for name in expected} == expected for held in self.checksums()
         )
-
-    def worker_pids(self) -> list[int]:
-        """The processes of the workers, in order."""
-        pid = self.process.pid
-        children: list[int] = []
-        for task in os.listdir(f"/proc/{pid}/task"):
-            children += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
-        return sorted(children)
 
 
 @pytest.fixture

@@ -148,7 +148,11 @@ def test_the_example_of_the_documentation(fresh, tmp_path, monkeypatch):
             (f"ones.{i}", 16.0) for i in range(3)
         ]
         entry = registry.default_registry().entries["ones"]
-        assert (entry.summary, entry.plugin, entry.distribution) == ("ones", "ones", "streamer-ones")
+        assert (entry.summary, entry.plugin, entry.distribution) == (
+            "ones",
+            "ones",
+            "streamer-ones",
+        )
         assert not entry.built_in
     finally:
         sys.modules.pop("streamer_ones", None)

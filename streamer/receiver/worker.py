@@ -21,7 +21,6 @@ from streamer.broadcast.staging import as_memoryview
 from streamer.exceptions import StreamerError
 from streamer.receiver.endpoint import Endpoint, InitInfo
 
-
 PR_SET_PDEATHSIG = 1
 
 

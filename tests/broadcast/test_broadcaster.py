@@ -647,9 +647,7 @@ def test_nothing_is_read_after_the_iterator_was_closed(rig, make_source, deferre
 
 @both_modes
 @pytest.mark.parametrize("moment", ["before", "while staging", "while reading", "while sending"])
-def test_an_abort_ends_the_sync_at_once(
-    rig, make_source, deferred, packed, moment, eventually
-):
+def test_an_abort_ends_the_sync_at_once(rig, make_source, deferred, packed, moment, eventually):
     good = values(1)
     reached = threading.Event()
 
@@ -758,9 +756,7 @@ def weights(draw):
     dtypes = st.sampled_from(
         [torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
     )
-    shapes = st.one_of(
-        st.just(()), st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple)
-    )
+    shapes = st.one_of(st.just(()), st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple))
     return draw(st.lists(st.tuples(dtypes, shapes, st.booleans()), min_size=1, max_size=15))
 
 

@@ -427,9 +427,7 @@ def test_proxies_apply_when_they_are_told_to(client, fake_server, reply, proxied
     assert fake_server.calls == []
 
 
-def test_a_call_through_a_proxy_can_be_cancelled(
-    client, start_fake, reply, proxied, eventually
-):
+def test_a_call_through_a_proxy_can_be_cancelled(client, start_fake, reply, proxied, eventually):
     proxy = start_fake()
     proxy.routes["POST http://server.invalid/update_weights"] = reply({}, delay=30)
     proxied(proxy.url)
@@ -533,9 +531,9 @@ def test_a_server_that_echoes_the_headers_gives_no_secret_away(client, fake_serv
 def test_a_header_that_cannot_be_sent_is_named_without_its_value(value):
     """A token that was read from a file with its newline."""
     with pytest.raises(UsageError) as caught:
-        HttpClient(
-            "http://127.0.0.1:9", connect_timeout=1, headers={"Authorization": value}
-        ).get("/version", 1)
+        HttpClient("http://127.0.0.1:9", connect_timeout=1, headers={"Authorization": value}).get(
+            "/version", 1
+        )
     assert "Authorization" in str(caught.value)
     assert SECRET not in shown(caught.value)
 

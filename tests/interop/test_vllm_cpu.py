@@ -69,6 +69,13 @@ def b(checkpoints):
     source.close()
 
 
+def check_mixture(error, server):
+    held = error.held[server.url]
+    assert "mixture" in held
+    assert held.endswith("push again")
+    check_incomplete(server)
+
+
 def check_incomplete(server):
     """It holds a mixture: it says so, and answers no request with it."""
     assert server.paused
@@ -132,8 +139,7 @@ def test_source_fails_midway(server, checkpoints, from_disk, b):
     source = Raising(b, len(b.specs()) // 2)
     with pytest.raises(streamer.SourceError, match="the disk is on fire") as caught:
         streamer.push(source, to=server.url, buffer_size=BUFFER_SIZE)
-    assert "mixture" in caught.value.held[server.url]
-    check_incomplete(server)
+    check_mixture(caught.value, server)
     check_repaired_by_push(server, checkpoints, from_disk)
 
 
@@ -149,8 +155,7 @@ def test_model_lacks_a_tensor(server, checkpoints, from_disk, b):
     source = Renamed(b, "model.layers.0.no_such.weight")
     with pytest.raises(streamer.ServerRefused, match="no_such") as caught:
         streamer.push(source, to=server.url, buffer_size=BUFFER_SIZE)
-    assert "mixture" in caught.value.held[server.url]
-    check_incomplete(server)
+    check_mixture(caught.value, server)
     check_repaired_by_push(server, checkpoints, from_disk)
 
 
