@@ -31,6 +31,7 @@ from streamer.session import Session, connect, push
 from streamer.source import DeferredTensor, Payload, TensorSpec, WeightSource
 from streamer.timeouts import Timeouts
 from streamer.trace import Trace
+from streamer.transforms import cast, exclude, map_tensors, rename, select
 
 __all__ = [
     "ConnectOptions",
@@ -55,10 +56,15 @@ __all__ = [
     "TransportError",
     "UsageError",
     "WeightSource",
+    "cast",
     "connect",
+    "exclude",
     "hookimpl",
     "make_plan",
+    "map_tensors",
     "open_source",
     "push",
     "register_plugin",
+    "rename",
+    "select",
 ]

@@ -19,7 +19,7 @@ class SyncStarted:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSent:
-    """A chunk was handed to the transport; ``bytes`` counts all of this sync so far."""
+    """Chunks were handed to the transport; ``bytes`` counts all of this sync so far."""
 
     bytes: int
     total_bytes: int

@@ -18,6 +18,7 @@ from streamer.exceptions import (
     DeadlineExceeded,
     IncompatibleServer,
     ServerError,
+    ServerUnreachable,
     StreamerError,
     TransportError,
 )
@@ -103,7 +104,7 @@ class Group:
             calls.append(partial(driver.join, info))
             ranks.append(range(offset, offset + server.world_size))
             offset += server.world_size
-        with self._beside(calls, self._clock.connect), options.trace.span("rendezvous"):
+        with self._beside("the join", calls, self._clock.connect), options.trace.span("rendezvous"):
             self.transport.connect(self._clock.connect)
         if self.lifeline is not None:
             for driver, mine in zip(self._drivers, ranks, strict=True):
@@ -121,7 +122,7 @@ class Group:
         plan: Plan,
         payloads: Iterator[Payload],
         begin: Callable[[], object],
-        on_chunk: Callable[[int], None],
+        on_progress: Callable[[int], None],
         check: Callable[[], None],
     ) -> None:
         """Run ``begin()``, then every call of ``plan``, while this thread reads ``payloads``.
@@ -139,14 +140,16 @@ class Group:
                     return
                 self.flowing = True
                 updates = [partial(driver.update, call) for driver in self._drivers]
-                with self._beside(updates, self._clock.timeouts.progress):
+                with self._beside("the update", updates, self._clock.timeouts.progress):
                     stream.send(call)
 
-        self.broadcaster.sync(plan, payloads, conduct, on_chunk=on_chunk, check=check)
+        self.broadcaster.sync(plan, payloads, conduct, on_progress=on_progress, check=check)
 
     @contextlib.contextmanager
-    def _beside(self, calls: Sequence[Callable[[], None]], patience: float) -> Iterator[None]:
-        """Run ``calls`` on threads beside the block: whichever side fails first ends the other.
+    def _beside(
+        self, what: str, calls: Sequence[Callable[[], None]], patience: float
+    ) -> Iterator[None]:
+        """Run ``calls``, one a driver, beside the block: whichever side fails first ends the other.
 
         A call that fails aborts the transport, which ends the block; its error is the one raised.
         When the block fails, the calls get a moment to say why, and are then cancelled. After the
@@ -164,9 +167,14 @@ class Group:
             yield
             late = wait(futures, patience).not_done
             if late:
+                urls = [
+                    driver.url
+                    for driver, future in zip(self._drivers, futures, strict=True)
+                    if future in late
+                ]
                 raise DeadlineExceeded(
-                    f"every byte was sent, but {len(late)} of {len(futures)} servers did not "
-                    f"answer within {patience:g} s"
+                    f"{', '.join(urls)} did not answer {what} within {patience:g} s, though the "
+                    "broadcast group was through"
                 )
         except BaseException as error:
             self.transport.abort("the trainer gave up")
@@ -233,4 +241,4 @@ def _local_address(url: str) -> str:
             address: str = probe.getsockname()[0]
             return address
     except OSError as error:
-        raise TransportError(f"no route to {url}: {error}") from error
+        raise ServerUnreachable(f"{url}: {error.strerror or error}; is the server up?") from error

@@ -10,7 +10,7 @@ from typing import Any
 
 from streamer.source import Payload
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
 class Interrupts:
@@ -18,9 +18,9 @@ class Interrupts:
 
     A worker that is left inside a broadcast may never answer again, so the first signal only ends
     the reading of the source: raised at once while the source's own code runs, else
-    at the next `check`. When the block is left, the handler that was there before gets the signal.
-    A second signal is not held back. Outside the main thread, where Python runs no handlers, this
-    does nothing.
+    at the next `check`; when the block is left it takes effect. A second signal is not held back.
+    A handler that the program has set itself is left in place: it decides. Outside the main
+    thread, where Python runs no handlers, this does nothing.
     """
 
     def __init__(self) -> None:
@@ -53,9 +53,8 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         self._pending = None
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                # A handler that was not set from Python (None) could not be put back from Python.
-                if signal.getsignal(number) is not None:
+            for number, default in _DEFAULTS.items():
+                if signal.getsignal(number) == default:
                     self._before[number] = signal.signal(number, self._handle)
         return self
 

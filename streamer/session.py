@@ -16,9 +16,9 @@ from typing import Any, Unpack
 
 from streamer.drivers.base import Driver, ServerInfo
 from streamer.drivers.http import HttpClient
-from streamer.drivers.vllm import VllmDriver
+from streamer.drivers.vllm import INCOMPLETE, VllmDriver
 from streamer.events import ChunkSent, Event, SyncFailed, SyncFinished, SyncStarted
-from streamer.exceptions import StreamerError, UsageError
+from streamer.exceptions import SourceError, StreamerError, UsageError
 from streamer.group import Group
 from streamer.interrupts import Interrupts
 from streamer.options import ConnectOptions, Options
@@ -40,8 +40,6 @@ class Session:
 
     def __init__(self, to: str | Sequence[str], **options: Unpack[ConnectOptions]) -> None:
         urls = [to] if isinstance(to, str) else list(to)
-        if not urls or len(set(urls)) != len(urls):
-            raise UsageError(f"give each server's URL once, and at least one: {urls}")
         self._options = Options.parse(options)
         self._clock = Clock(self._options.timeouts)
         self._drivers: list[Driver] = [
@@ -60,6 +58,11 @@ class Session:
             )
             for url in urls
         ]
+        if not urls or len(set(self._urls)) != len(urls):
+            raise UsageError(
+                f"give at least one server, and each one once: {', '.join(self._urls) or 'none'}"
+            )
+        self._closed = False
         self._pool = ThreadPoolExecutor(2 * len(urls), thread_name_prefix="streamer-http")
         self._interrupts = Interrupts()
         self._group: Group | None = None
@@ -80,43 +83,57 @@ class Session:
         Servers that all say they serve the source's own version already are left alone, unless
         ``force``; the report then counts 0 tensors.
         """
+        if self._closed:
+            raise UsageError("the session is closed: connect again")
+        _check_version(weight_version)
         self._clock.start()
         started = time.monotonic()
         trace = self._options.trace
-        with trace.span("open source"):
-            opened = open_source(source)
+        opened: WeightSource | None = None
         try:
+            with trace.span("open source"):
+                opened = open_source(source)
             with trace.span("plan"):
                 plan = self._plan(opened)
             self._opened = time.monotonic()
-            self._probe()
+            joined = self._group is not None and all(self._each(lambda driver: driver.is_ours()))
+            if not joined:
+                self._probe()
             version = weight_version or opened.weight_version
             if version is None:
                 version = f"streamer-{uuid.uuid4().hex[:12]}"
             elif weight_version is None and not force and self._all_serve(version):
                 return self._report(None, version, started, [time.monotonic()] * 3)
-            return self._push(plan, opened, version, started)
+            return self._push(plan, opened, version, started, joined=joined)
         except BaseException as error:
             self._tell(SyncFailed(error))
             raise
         finally:
             self._clock.stop()
-            if opened is not source:
+            if opened is not None and opened is not source:
                 opened.close()
 
     def _plan(self, source: WeightSource) -> Plan:
-        plan = make_plan(
-            source.specs(), packed=self._options.packed, buffer_size=self._options.buffer_size
-        )
+        try:
+            specs = source.specs()
+        except StreamerError:
+            raise
+        except Exception as error:
+            raise SourceError(
+                f"the source's specs() failed: {type(error).__name__}: {error}"
+            ) from error
+        plan = make_plan(specs, packed=self._options.packed, buffer_size=self._options.buffer_size)
         if not plan.tensors:
             raise StreamerError("the source has no tensors: nothing to send")
         return plan
 
-    def _push(self, plan: Plan, source: WeightSource, version: str, started: float) -> Report:
+    def _push(
+        self, plan: Plan, source: WeightSource, version: str, started: float, *, joined: bool
+    ) -> Report:
         for driver in self._drivers:
             driver.check(plan)
-        if self._group is None or not all(self._each(lambda driver: driver.is_ours())):
-            self.join()
+        if not joined:
+            self._join()
         connected = time.monotonic()
         self._tell(SyncStarted(plan.tensors, plan.nbytes, len(plan.chunks), self._urls))
         with self._interrupts:
@@ -158,24 +175,23 @@ class Session:
         return report
 
     def join(self) -> None:
-        """Make every worker join a fresh broadcast group. Done by the first push if need be."""
-        self._leave()
+        """Make every worker join a fresh broadcast group. Done by a push if need be."""
         self._probe()
-        self._group = Group(self._drivers, self.servers, self._options, self._clock, self._pool)
+        self._join()
 
     def _probe(self) -> None:
-        if not self.servers:
-            self.servers = self._each(lambda driver: driver.probe())
+        self.servers = self._each(lambda driver: driver.probe())
+
+    def _join(self) -> None:
+        self._leave()
+        self._group = Group(self._drivers, self.servers, self._options, self._clock, self._pool)
 
     def _update(self, plan: Plan, source: WeightSource, version: str) -> None:
         assert self._group is not None
         payloads = checked(source, [spec for chunk in plan.chunks for spec in chunk.specs])
-        sent = 0
 
-        def on_chunk(nbytes: int) -> None:
-            nonlocal sent
-            sent += nbytes
-            self._tell(ChunkSent(min(sent, plan.nbytes), plan.nbytes))
+        def on_progress(nbytes: int) -> None:
+            self._tell(ChunkSent(min(nbytes, plan.nbytes), plan.nbytes))
 
         def check() -> None:
             self._interrupts.check()
@@ -186,7 +202,7 @@ class Session:
                 plan,
                 self._interrupts.within(payloads),
                 lambda: self._each(lambda driver: driver.begin(version)),
-                on_chunk,
+                on_progress,
                 check,
             )
 
@@ -209,8 +225,9 @@ class Session:
             for url, state in held.items():
                 error.add_note(f"{url} {state}")
         if group.transport.aborted:
-            self._clean_up(error, lambda driver: driver.leave())
+            # First our end: workers that still wait for the trainer cannot answer before that.
             self._drop_group()
+            self._clean_up(error, lambda driver: driver.leave())
 
     def _clean_up(self, error: BaseException, step: Callable[[Driver], None]) -> None:
         """Run ``step`` on every server; what goes wrong becomes a note on ``error``."""
@@ -238,7 +255,10 @@ class Session:
 
     def _tell(self, event: Event) -> None:
         if self._options.on_event is not None:
-            self._options.on_event(event)
+            try:
+                self._options.on_event(event)
+            except Exception:
+                log.exception("the on_event of this session failed")
         for problem in default_registry().call_on_event(event):
             log.error("a plugin's streamer_on_event failed", exc_info=problem)
 
@@ -264,6 +284,7 @@ class Session:
     def close(self) -> None:
         """Leave the servers and free all memory and threads. Idempotent; never raises for a server
         that is gone: what goes wrong is logged."""
+        self._closed = True
         self._leave()
         for driver in self._drivers:
             driver.close()
@@ -279,6 +300,15 @@ class Session:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_version(version: object) -> None:
+    if version is None:
+        return
+    if not isinstance(version, str) or not version:
+        raise UsageError(f"a weight version is a text, not {version!r}")
+    if version.startswith(INCOMPLETE):
+        raise UsageError(f"a weight version must not start with {INCOMPLETE}: that marks failures")
 
 
 def connect(to: str | Sequence[str], **options: Unpack[ConnectOptions]) -> Session:

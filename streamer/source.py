@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from streamer.exceptions import SourceError, SpecMismatch
+from streamer.exceptions import SourceError, SpecMismatch, StreamerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +101,15 @@ def checked(source: WeightSource, specs: Sequence[TensorSpec]) -> Generator[Payl
     """
     pairs = _named_errors(source, specs)
     for index, spec in enumerate(specs):
-        pair = next(pairs, None)
-        if pair is None:
+        pair = next(pairs, _END)
+        if pair is _END:
             raise SpecMismatch(
                 f"source ended after {index} of {len(specs)} tensors: next in specs() is {spec}"
+            )
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise SpecMismatch(
+                f"tensor {index}: the iterator gave a {type(pair).__name__}, not a (name, payload) "
+                f"pair; specs() says {spec.name}"
             )
         name, payload = pair
         if name != spec.name:
@@ -123,21 +128,21 @@ def checked(source: WeightSource, specs: Sequence[TensorSpec]) -> Generator[Payl
                 "not a torch.Tensor or a streamer.DeferredTensor"
             )
         yield payload
-    extra = next(pairs, None)
-    if extra is not None:
-        raise SpecMismatch(
-            f"the iterator gave {extra[0]} after all {len(specs)} tensors of specs()"
-        )
+    extra = next(pairs, _END)
+    if extra is not _END:
+        what = extra[0] if isinstance(extra, tuple) and extra else type(extra).__name__
+        raise SpecMismatch(f"the iterator gave {what} after all {len(specs)} tensors of specs()")
 
 
-def _named_errors(
-    source: WeightSource, specs: Sequence[TensorSpec]
-) -> Iterator[tuple[str, Payload]]:
+_END = object()
+
+
+def _named_errors(source: WeightSource, specs: Sequence[TensorSpec]) -> Iterator[object]:
     index = 0
     try:
         for index, pair in enumerate(source, start=1):  # noqa: B007
             yield pair
-    except (SourceError, GeneratorExit):
+    except (StreamerError, GeneratorExit):
         raise
     except Exception as error:
         where = specs[index].name if index < len(specs) else "the end"

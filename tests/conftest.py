@@ -103,11 +103,12 @@ def logical_bytes(tensor: torch.Tensor) -> bytes:
     size = tensor.dtype.itemsize
     storage = tensor.untyped_storage()
     data = bytes(torch.empty(0, dtype=torch.uint8).set_(storage).tolist())
-    at = [
-        tensor.storage_offset() + sum(i * step for i, step in zip(index, tensor.stride()))
-        for index in itertools.product(*map(range, tensor.shape))
-    ]
-    return b"".join(data[start * size : (start + 1) * size] for start in at)
+    first = tensor.storage_offset()
+    values = []
+    for index in itertools.product(*map(range, tensor.shape)):
+        at = first + sum(i * step for i, step in zip(index, tensor.stride(), strict=True))
+        values.append(data[at * size : (at + 1) * size])
+    return b"".join(values)
 
 
 @pytest.fixture(scope="session")
@@ -430,6 +431,7 @@ class ReferenceServer:
             word, _, self.url = self.process.stdout.readline().strip().partition(" ")
             assert word == "ready", f"the server ended: {self.log.read_text()[-2000:]}"
         except BaseException:
+            self.pids = []
             self.kill()
             raise
         self.port = int(self.url.rpartition(":")[2])
@@ -481,6 +483,22 @@ class ReferenceServer:
     def heal(self) -> None:
         """No more faults; forget the calls so far."""
         self.post("/_faults", {})
+
+    def restore(self) -> None:
+        """As it was when it started, but for the tensors: whatever the last test has left."""
+        self.heal()
+        try:
+            with _http() as http:
+                body = {"weight_version": "default"}
+                http.post(self.url + "/finish_weight_update", json=body, timeout=3)
+                http.post(self.url + "/resume", timeout=3)
+                body = {"new_version": "default"}
+                http.post(self.url + "/update_weight_version", json=body, timeout=3)
+                http.post(self.url + "/shutdown_weight_transfer_engine", timeout=3)
+        except requests.RequestException:  # a worker is stuck
+            self.kill()
+            self.start()
+        self.heal()
 
     @property
     def calls(self) -> list[str]:
@@ -552,19 +570,17 @@ def _other_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Referenc
 
 
 @pytest.fixture
-def server(_shared_server: ReferenceServer) -> Iterator[ReferenceServer]:
-    """A reference server of two workers, shared by tests that leave it able to receive."""
-    _shared_server.heal()
-    yield _shared_server
-    _shared_server.heal()
+def server(_shared_server: ReferenceServer) -> ReferenceServer:
+    """A reference server of two workers, shared by tests that do not end its processes."""
+    _shared_server.restore()
+    return _shared_server
 
 
 @pytest.fixture
-def other_server(_other_server: ReferenceServer) -> Iterator[ReferenceServer]:
+def other_server(_other_server: ReferenceServer) -> ReferenceServer:
     """A second one, of one worker."""
-    _other_server.heal()
-    yield _other_server
-    _other_server.heal()
+    _other_server.restore()
+    return _other_server
 
 
 @pytest.fixture(scope="session")

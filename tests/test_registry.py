@@ -124,7 +124,8 @@ def test_the_example_of_the_documentation(fresh, tmp_path, monkeypatch):
                     self.count = int(rest)
 
                 def specs(self):
-                    return [TensorSpec(f"ones.{i}", torch.bfloat16, (4, 4)) for i in range(self.count)]
+                    names = [f"ones.{i}" for i in range(self.count)]
+                    return [TensorSpec(name, torch.bfloat16, (4, 4)) for name in names]
 
                 def __iter__(self):
                     for spec in self.specs():
@@ -206,7 +207,8 @@ def test_plugins_are_loaded_once_a_process(fresh, install):
             "scheme twice:// is taken by plugin broken (acme-broken)",
         ),
         (
-            "@hookimpl\ndef streamer_register_sources(register): register('opt', Source, sumary='')",
+            "@hookimpl\ndef streamer_register_sources(register):\n"
+            "    register('opt', Source, sumary='')",
             "sumary",
         ),
     ],
@@ -346,7 +348,7 @@ def test_the_same_plugin_by_hand_under_another_name_is_refused():
 
     observer = Observer()
     found.add(observer, "one")
-    with pytest.raises(PluginError, match="two.*registered already"):
+    with pytest.raises(PluginError, match=r"two.*registered already"):
         found.add(observer, "two")
 
 

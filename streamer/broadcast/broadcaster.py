@@ -76,15 +76,18 @@ class Broadcaster:
         payloads: Iterator[Payload],
         conduct: Callable[[ChunkStream], None],
         *,
-        on_chunk: Callable[[int], None] = lambda nbytes: None,
+        on_progress: Callable[[int], None] = lambda nbytes: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Stage ``plan`` on this thread while ``conduct(stream)`` runs on the sending thread.
 
         ``conduct`` opens call after call on the servers and has ``stream.send(call)`` broadcast
-        it; it opens none once ``stream.failure`` is set. See `ChunkStream.produce` for ``on_chunk``
-        and ``check``. Raises what ``conduct`` raises, else the failure of the source; by then
-        nothing of this sync runs any more.
+        it; it opens none once ``stream.failure`` is set. ``on_progress(nbytes)`` is called on
+        this thread for each chunk, with all bytes sent so far; ``check()`` before each chunk, and
+        what it raises stops the source.
+
+        Raises what ``conduct`` raises, else the failure of the source; by then nothing of this
+        sync runs any more.
         """
         self.prepare(plan)
         stream = ChunkStream(
@@ -109,10 +112,30 @@ class Broadcaster:
                 stream.end()
                 ended.set()
 
+        told = sent = 0
+
+        def tell() -> None:
+            nonlocal told, sent
+            while told < stream.sent:
+                sent += plan.chunks[told].nbytes
+                told += 1
+                on_progress(sent)
+
         self._tasks.put(task)
-        stream.produce(payloads, on_chunk, check)
-        while not ended.wait(0.5):
-            pass  # every step of the sending thread has a deadline of its own
+        stream.produce(payloads, tell, check)
+        # Every step of the sending thread has a deadline of its own. Whatever is raised here in the
+        # meantime, by an observer or a handler of signals, must not leave it behind.
+        while not ended.is_set():
+            with stream.guarded():
+                ended.wait(0.1)
+                tell()
+        with stream.guarded():
+            tell()
+        stream.drain()
+        if not failures and stream.failure is None:
+            with stream.guarded():
+                # Only now: a source may close its files when it ends.
+                next(payloads, None)
         if stream.late_reads or failures:
             self._buffers.clear()
         if failures:

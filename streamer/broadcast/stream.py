@@ -7,6 +7,7 @@ open. Whichever fails first ends the other.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -65,7 +66,10 @@ class ChunkStream:
         self._buffers = buffers
         self._staged: deque[_Staged] = deque()
         self._in_flight: deque[_Staged] = deque()
+        self._reading: deque[Fill] = deque()
         self._over = False
+        self.sent = 0
+        """Chunks that were handed to the transport so far."""
         self.failure: BaseException | None = None
         """Why the source, or whoever stopped it, failed. What was not staged goes out as filler."""
         self.late_reads = False
@@ -76,13 +80,13 @@ class ChunkStream:
     def produce(
         self,
         payloads: Iterator[Payload],
-        on_chunk: Callable[[int], None],
+        on_progress: Callable[[], None],
         check: Callable[[], None],
     ) -> None:
         """Stage every chunk. Returns early if either side fails; see `failure`.
 
-        ``check()`` is called before each chunk and stops the source if it raises; ``on_chunk`` is
-        called with the bytes of each chunk that was staged.
+        ``check()`` is called before each chunk and stops the source if it raises; ``on_progress``
+        is called after each.
         """
         try:
             for chunk in self._plan.chunks:
@@ -90,8 +94,7 @@ class ChunkStream:
                 staged = self._next_buffer(chunk, payloads)
                 if staged is None:
                     return
-                on_chunk(chunk.nbytes)
-            next(payloads, None)
+                on_progress()
         except BaseException as error:
             self.fail(error)
 
@@ -112,8 +115,18 @@ class ChunkStream:
         staged = _Staged(chunk, Fill(buffer))
         with self._trace.span("stage", bytes=chunk.nbytes):
             for spec, offset in zip(chunk.specs, chunk.offsets, strict=True):
-                self._stage.add(staged.fill, next(first), offset, spec.nbytes)
+                payload = next(first)
+                try:
+                    self._stage.add(staged.fill, payload, offset, spec.nbytes)
+                except Exception as error:
+                    raise SourceError(
+                        f"tensor {spec.name} cannot be copied: {type(error).__name__}: "
+                        f"{str(error).partition(chr(10))[0]}"
+                    ) from error
+            self._reading.append(staged.fill)
             self._stage.submit(staged.fill, self._guard)
+            while self._reading and self._reading[0].wait(0):
+                self._reading.popleft()
         return staged if self._hand_over(staged) else None
 
     def _lend(self, chunk: Chunk, tensor: torch.Tensor) -> _Staged | None:
@@ -151,6 +164,23 @@ class ChunkStream:
             self._transport.wait_event(staged.passed, self._progress)
         return staged.fill.buffer
 
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """What the block raises becomes the pushing side's failure."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+
+    def drain(self) -> None:
+        """Wait for reads that are under way, now that nothing more will be sent.
+
+        The source may be closed after this, and the buffers used again, unless `late_reads`.
+        """
+        for fill in self._reading:
+            if not fill.wait(0 if self.late_reads else self._progress):
+                self.late_reads = True
+
     def _oldest_sent(self) -> bool:
         return bool(self._in_flight) and self._in_flight[0].sent
 
@@ -186,6 +216,7 @@ class ChunkStream:
             self._broadcast(staged)
             with self._turn:
                 staged.sent = True
+                self.sent += 1
                 self._turn.notify_all()
 
     def _wait_for(self, chunk: Chunk) -> _Staged:

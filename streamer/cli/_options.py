@@ -21,6 +21,7 @@ BUFFER_SIZE = f"{DEFAULT_BUFFER_SIZE // MIB}MiB"
 NUM_BUFFERS = DEFAULT_NUM_BUFFERS
 TIMEOUTS = Timeouts()
 
+_CHANGES = "Changing what is sent, in this order"
 _SERVER = "Reaching the servers"
 _TUNING = "Tuning"
 
@@ -32,6 +33,15 @@ class PauseMode(StrEnum):
     wait = "wait"
     abort = "abort"
     none = "none"
+
+
+class CastDtype(StrEnum):
+    """What tensors can be cast to."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+    float64 = "float64"
 
 
 class Backend(StrEnum):
@@ -53,6 +63,39 @@ Source = Annotated[
 SourceOptions = Annotated[
     list[str] | None,
     typer.Option("--option", metavar="KEY=VALUE", help="Option of the source. Repeat for more."),
+]
+Select = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="GLOB",
+        rich_help_panel=_CHANGES,
+        help="Send only tensors whose name fits, as in 'model.layers.0.*'. Repeat for more.",
+    ),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="GLOB",
+        rich_help_panel=_CHANGES,
+        help="Do not send tensors whose name fits. Repeat for more.",
+    ),
+]
+Rename = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="OLD=NEW",
+        rich_help_panel=_CHANGES,
+        help=r"Replace a regular expression in names, as in '^model\.=language_model.'. Repeat for "
+        "more, which are done one after another.",
+    ),
+]
+Cast = Annotated[
+    CastDtype | None,
+    typer.Option(
+        metavar="DTYPE",
+        rich_help_panel=_CHANGES,
+        help="Send floats as bfloat16, float16, float32 or float64; not fp8, and no scales.",
+    ),
 ]
 To = Annotated[
     list[str],
@@ -185,10 +228,38 @@ Address = Annotated[
 
 
 @contextlib.contextmanager
-def opened(source: str, options: Sequence[str] | None) -> Iterator[WeightSource]:
-    """``source`` opened with ``KEY=VALUE`` options, and closed at the end of the block."""
+def opened(
+    source: str,
+    options: Sequence[str] | None,
+    *,
+    select: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    rename: Sequence[str] | None = None,
+    cast: CastDtype | None = None,
+) -> Iterator[WeightSource]:
+    """``source`` opened with ``KEY=VALUE`` options and changed, and closed after the block."""
+    from streamer import transforms
+
+    renames = [_parse_rename(option) for option in rename or ()]
     with contextlib.closing(open_source(source, **_parse_options(options or ()))) as weights:
-        yield weights
+        changed = weights
+        if select:
+            changed = transforms.select(changed, *select)
+        if exclude:
+            changed = transforms.exclude(changed, *exclude)
+        for old, new in renames:
+            changed = transforms.rename(changed, old, new)
+        if cast is not None:
+            changed = transforms.cast(changed, cast.value)
+        yield changed
+
+
+def _parse_rename(option: str) -> tuple[str, str]:
+    """Old and new of ``OLD=NEW``. An expression may hold a ``=``, a new name does not."""
+    old, equals, new = option.rpartition("=")
+    if not equals or not old:
+        raise UsageError(rf"--rename: {option!r} is not OLD=NEW, as in '^model\.=language_model.'")
+    return old, new
 
 
 def _parse_options(options: Sequence[str]) -> dict[str, str]:

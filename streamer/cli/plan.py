@@ -17,6 +17,10 @@ from streamer.source import TensorSpec
 def plan(
     source: o.Source,
     option: o.SourceOptions = None,
+    select: o.Select = None,
+    exclude: o.Exclude = None,
+    rename: o.Rename = None,
+    cast: o.Cast = None,
     tensors: Annotated[
         bool, typer.Option("--tensors", help="List every tensor instead of the chunks.")
     ] = False,
@@ -30,7 +34,9 @@ def plan(
     Example: streamer plan /models/Qwen3-8B --buffer-size 1GiB
     """
     size = parse_size(buffer_size, "--buffer-size")
-    with o.opened(source, option) as weights:
+    with o.opened(
+        source, option, select=select, exclude=exclude, rename=rename, cast=cast
+    ) as weights:
         planned = make_plan(weights.specs(), packed=not per_tensor, buffer_size=size)
     if json:
         print_json(_as_json(planned, num_buffers, tensors))

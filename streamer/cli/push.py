@@ -18,6 +18,10 @@ def push(
     source: o.Source,
     to: o.To,
     option: o.SourceOptions = None,
+    select: o.Select = None,
+    exclude: o.Exclude = None,
+    rename: o.Rename = None,
+    cast: o.Cast = None,
     weight_version: o.WeightVersion = None,
     pause: o.Pause = o.PauseMode.keep,
     json: o.Json = False,
@@ -64,7 +68,9 @@ def push(
         ) as session,
     ):
         started = time.monotonic()
-        with o.opened(source, option) as weights:
+        with o.opened(
+            source, option, select=select, exclude=exclude, rename=rename, cast=cast
+        ) as weights:
             opening = time.monotonic() - started
             report = session.push(weights, weight_version=weight_version)
     report = _with_opening(report, opening)

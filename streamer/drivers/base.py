@@ -53,7 +53,11 @@ class Driver(Protocol):
         """Raise `PlanError` if this server cannot take ``plan``."""
 
     def is_ours(self) -> bool:
-        """Whether the server still is in the state that our last sync, or join, left it in."""
+        """Whether the server still is as our last sync, or the probe, left it.
+
+        If not, another trainer has been there, or another server is: what it holds now is taken
+        note of, and the session joins anew.
+        """
 
     def serves(self, weight_version: str) -> bool:
         """Whether the server says that it holds exactly this version, complete."""

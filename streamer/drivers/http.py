@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import threading
+import base64
+import json
+import os
+import re
 import time
-import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import requests
-import urllib3.connection
-from requests.adapters import HTTPAdapter
+import urllib3
 
+from streamer.drivers.adapter import Call, CancellableAdapter
 from streamer.exceptions import (
     DeadlineExceeded,
     IncompatibleServer,
@@ -25,6 +25,9 @@ from streamer.exceptions import (
 from streamer.trace import Trace
 
 _MAX_TEXT = 500
+_MAX_BODY = 64 << 20
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_SHORTEST_SECRET = 4
 
 
 def normalize_url(url: str) -> str:
@@ -32,8 +35,8 @@ def normalize_url(url: str) -> str:
 
     Raises `UsageError` for what is not an http(s) URL. A path prefix is kept.
     """
-    parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         valid = False
@@ -52,9 +55,10 @@ def hide_user(url: str) -> str:
 class HttpClient:
     """Calls to one server. Any thread may call; `cancel` wakes them all with an error.
 
-    Environment proxies are ignored unless ``trust_env``. A redirected POST is an error, and no call
-    is ever repeated: a POST that moves weights must not happen twice. ``headers`` go with every
-    call and appear in no error. ``verify`` is True, or the path of a CA bundle.
+    Environment proxies are ignored unless ``trust_env``. A redirect is an error, and no call is
+    ever repeated: a POST that moves weights must not happen twice. ``headers`` go with every call
+    and appear in no error, even if the server repeats them. ``verify`` is True, or the path of a
+    CA bundle.
     """
 
     def __init__(
@@ -71,14 +75,21 @@ class HttpClient:
         self.url = hide_user(self._base)
         self._connect_timeout = connect_timeout
         self._trace = trace or Trace()
+        for name, value in (headers or {}).items():
+            if not _HEADER_NAME.fullmatch(name):
+                raise UsageError("the name of a header is not one")
+            if not (value.isascii() and value.isprintable() and value == value.strip()):
+                raise UsageError(
+                    f"header {name}: only printable ASCII can be sent, without blanks around it"
+                )
+        if isinstance(verify, str) and not os.path.exists(verify):
+            raise UsageError(f"there is no CA bundle at {verify}")
+        self._secrets = sorted(_secrets(self._base, headers or {}), key=len, reverse=True)
         self._session = requests.Session()
         self._session.trust_env = trust_env
         self._session.verify = verify
-        for name, value in (headers or {}).items():
-            if "\n" in f"{name}{value}" or "\r" in f"{name}{value}":
-                raise UsageError("a header has a line break in it")
-            self._session.headers[name] = value
-        self._adapter = _CancellableAdapter()
+        self._session.headers.update(headers or {})
+        self._adapter = CancellableAdapter()
         self._session.mount("http://", self._adapter)
         self._session.mount("https://", self._adapter)
 
@@ -112,49 +123,64 @@ class HttpClient:
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None
     ) -> dict[str, Any]:
         what = f"{method} {self.url}{path.partition('?')[0]}"
+        call = Call()
         started = time.monotonic()
         try:
-            with self._trace.span(what):
+            with self._trace.span(what), self._adapter.within(timeout, call):
                 response = self._session.request(
                     method,
                     self._base + path,
                     json=body,
-                    timeout=(min(self._connect_timeout, timeout or self._connect_timeout), timeout),
-                    allow_redirects=method == "GET",
+                    timeout=(min(self._connect_timeout, timeout or self._connect_timeout), None),
+                    allow_redirects=False,
+                    stream=True,
                 )
-        except requests.Timeout as error:
-            raise DeadlineExceeded(
-                f"{what}: no answer after {time.monotonic() - started:.1f} s"
-            ) from error
-        except requests.RequestException as error:
-            if self._adapter.cancelled:
+                with response:
+                    content = _content(what, response)
+                status, headers = response.status_code, response.headers
+                # An error that is kept must not keep the connection, which the response owns.
+                del response
+        except (OSError, urllib3.exceptions.HTTPError) as error:  # requests' own are OSErrors
+            if call.ended == "late" or isinstance(error, requests.Timeout):
+                raise DeadlineExceeded(
+                    f"{what}: no answer after {time.monotonic() - started:.1f} s"
+                ) from error
+            if call.ended:
                 raise ServerUnreachable(f"{what}: cancelled") from error
-            raise ServerUnreachable(f"{what}: {_cause(error)}; is the server up?") from error
-        return self._answer(what, response)
+            cause = " ".join(self._without_secrets(_cause(error)).split())
+            raise ServerUnreachable(f"{what}: {cause}; is the server up?") from error
+        finally:
+            # A kept connection may be closed by the server just as the next call is sent on it,
+            # and a POST that was lost so could not be repeated.
+            self._session.close()
+        return self._answer(what, status, headers, content)
 
-    def _answer(self, what: str, response: requests.Response) -> dict[str, Any]:
-        if response.is_redirect or response.history:
-            target = response.headers.get("location") or response.url
+    def _answer(
+        self, what: str, status: int, headers: Mapping[str, str], content: bytes
+    ) -> dict[str, Any]:
+        if 300 <= status < 400 and "location" in headers:
+            target = hide_user(headers["location"].partition("?")[0])
             raise IncompatibleServer(
-                f"{what}: redirected to {hide_user(target)}; give that URL instead"
+                f"{what}: redirected to {self._without_secrets(target)}; give that URL instead"
             )
-        if response.status_code >= 400:
-            raise ServerRefused(
-                f"{what}: {response.status_code} {_text(response)}", response.status_code
-            )
-        if not response.content.strip():
-            return {}
-        try:
-            value = response.json()
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            kind = response.headers.get("content-type", "no content type")
-            raise IncompatibleServer(
-                f"{what}: answered {response.status_code} with {kind}, not a JSON object; "
-                "does this URL lead to an inference server?"
-            )
-        return value
+        if status >= 400:
+            text = " ".join(self._without_secrets(_text(content)).split())
+            text = text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " …"
+            raise ServerRefused(f"{what}: {status} {text}", status)
+        if status < 300:
+            value = _json(content) if content.strip() else {}
+            if isinstance(value, dict):
+                return value
+        kind = self._without_secrets(headers.get("content-type", "no content type"))
+        raise IncompatibleServer(
+            f"{what}: answered {status} with {kind}, not a JSON object; "
+            "does this URL lead to an inference server?"
+        )
+
+    def _without_secrets(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "…")
+        return text
 
     def cancel(self) -> None:
         """Break every call under way; they raise `ServerUnreachable`. Later calls work."""
@@ -165,19 +191,52 @@ class HttpClient:
         self._session.close()
 
 
-def _text(response: requests.Response) -> str:
-    """What a server said of an error, in one line."""
+def _secrets(url: str, headers: Mapping[str, str]) -> Iterator[str]:
+    """What a server may have been told, and may repeat, but no error may: in all spellings."""
+    values = list(headers.values())
+    # The token alone of "Bearer TOKEN", the values alone of "a=b; c=d".
+    values += [part for value in headers.values() for part in re.split(r"[\s;,=]+", value)[1:]]
+    parts = urlsplit(url)
+    user, password = parts.username or "", parts.password or ""
+    values += [user, password, unquote(user), unquote(password)]
     try:
-        value = response.json()
-    except ValueError:
-        text = "(an HTML page)" if "<html" in response.text[:500].lower() else response.text
-    else:
-        text = str(value)
-        while isinstance(value, dict):
-            value = value.get("error") or value.get("message") or value.get("detail")
-            text = str(value) if value else text
-    text = " ".join(text.split())
-    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " …"
+        login = f"{unquote(user)}:{unquote(password)}".encode("latin-1")
+    except UnicodeError:
+        raise UsageError(f"{hide_user(url)}: only Latin-1 can be sent as user:password") from None
+    values.append(base64.b64encode(login).decode())
+    return (value for value in set(values) if len(value) >= _SHORTEST_SECRET)
+
+
+def _content(what: str, response: requests.Response) -> bytes:
+    content = bytearray()
+    for piece in response.iter_content(1 << 16):
+        content += piece
+        if len(content) > _MAX_BODY:
+            raise IncompatibleServer(f"{what}: answered more than {_MAX_BODY >> 20} MiB")
+    return bytes(content)
+
+
+def _json(content: bytes) -> Any:
+    """The value of a JSON text, None for what is none."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _text(content: bytes) -> str:
+    """What a server said of an error."""
+    text = content.decode(errors="replace")
+    if "<html" in text[:500].lower():
+        return "(an HTML page)"
+    value = _json(content)
+    if value is None:
+        return text
+    text = str(value)
+    while isinstance(value, dict):
+        value = value.get("error") or value.get("message") or value.get("detail")
+        text = str(value) if value else text
+    return text
 
 
 def _cause(error: BaseException) -> str:
@@ -191,47 +250,3 @@ def _cause(error: BaseException) -> str:
             text = str(seen) or type(seen).__name__
         seen = seen.__cause__ or seen.__context__
     return text or str(error)
-
-
-class _CancellableAdapter(HTTPAdapter):
-    """Keeps track of the sockets in use, so that a blocked read can be woken."""
-
-    def __init__(self) -> None:
-        self._live: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._lock = threading.Lock()
-        self.cancelled = False
-        super().__init__(pool_maxsize=4, max_retries=0)
-
-    def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
-        super().init_poolmanager(*args, **kwargs)
-        manager = self.poolmanager
-        manager.pool_classes_by_scheme = {
-            scheme: type(
-                pool.__name__, (pool,), {"ConnectionCls": self._tracked(pool.ConnectionCls)}
-            )
-            for scheme, pool in manager.pool_classes_by_scheme.items()
-        }
-
-    def _tracked(self, connection_class: type) -> type:
-        adapter = self
-
-        class Tracked(connection_class):  # type: ignore[misc]
-            def connect(self) -> None:
-                super().connect()
-                with adapter._lock:
-                    adapter._live.add(self)
-
-        return Tracked
-
-    def send(self, *args: Any, **kwargs: Any) -> requests.Response:
-        self.cancelled = False
-        return super().send(*args, **kwargs)
-
-    def cancel(self) -> None:
-        with self._lock:
-            self.cancelled = True
-            for connection in list(self._live):
-                sock = getattr(connection, "sock", None)
-                if sock is not None:
-                    with contextlib.suppress(OSError):
-                        sock.shutdown(socket.SHUT_RDWR)

@@ -8,27 +8,29 @@ docs/protocol.md.
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from streamer.drivers.base import JoinInfo, ServerInfo
 from streamer.drivers.http import HttpClient
+from streamer.drivers.vllm_info import START_SO, ask, version_numbers
 from streamer.exceptions import (
     DeadlineExceeded,
     IncompatibleServer,
     PlanError,
     ServerError,
     ServerRefused,
+    StreamerError,
 )
 from streamer.plan import Call, Plan
 from streamer.timeouts import Clock
 
-OLDEST = (0, 30)
 INCOMPLETE = "streamer-incomplete:"
 """A server whose weight version starts so holds, or may hold, a mixture of weights."""
+_HELD = "held-by-user:"
+"""Follows in the mark of a server that its user had paused: a repair must not resume it."""
 
 BACKENDS = ("auto", "nccl", "streamer")
 PAUSE_MODES = ("keep", "wait", "abort", "none")
@@ -48,9 +50,6 @@ PER_TENSOR_DTYPES = frozenset(
 """What the map of vLLM's own engine knows, which broadcasts a tensor in its own dtype."""
 
 _CLEAN_UP_SECONDS = 5.0
-_START_SO = (
-    'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "nccl"}\''
-)
 
 
 class VllmDriver:
@@ -71,48 +70,16 @@ class VllmDriver:
         self._backend = backend
         self._info: ServerInfo | None = None
         self._version: str | None = None
-        self._target = ""
-        self._paused_before = False
+        self._mark = ""
+        self._must_resume = False  # we have paused a server that was serving
         self._began: list[str] = []
         self._finished = False
+        self._stuck = False  # a failed update could not be closed
 
     def probe(self) -> ServerInfo:
-        version = str(self._get("/version").get("version", ""))
-        numbers = _numbers(version)
-        if not numbers:
-            raise IncompatibleServer(f"{self.url}: /version names no version, but {version!r}")
-        if numbers < OLDEST:
-            raise IncompatibleServer(
-                f"{self.url} runs vLLM {version}; streamer speaks the protocol of "
-                f"{OLDEST[0]}.{OLDEST[1]} and later: upgrade the server"
-            )
-        world_size = self._needs_dev_mode("/get_world_size").get("world_size")
-        if type(world_size) is not int or world_size < 1:
-            raise IncompatibleServer(
-                f"{self.url}: /get_world_size answered {world_size!r}, not a count of workers"
-            )
-        backend, device = self._engine()
-        self._info = ServerInfo(self.url, version, world_size, backend, device)
+        self._info = ask(self._get, self.url, self._backend)
         self._version = self._weight_version()
         return self._info
-
-    def _engine(self) -> tuple[str, str]:
-        info = self._needs_dev_mode("/server_info?config_format=json")
-        config = _object(info, "vllm_config")
-        backend = _object(config, "weight_transfer_config").get("backend")
-        device = str(_object(config, "device_config").get("device", "cuda")).partition(":")[0]
-        if self._backend != "auto":
-            backend = self._backend
-        if backend is None:
-            raise IncompatibleServer(
-                f"{self.url} was started without a weight-transfer backend: {_START_SO}"
-            )
-        if backend not in ("nccl", "streamer"):
-            raise IncompatibleServer(
-                f"{self.url} receives with the backend {backend!r}; streamer speaks to nccl "
-                "(vLLM's own) and streamer: name one of them in --weight-transfer-config"
-            )
-        return str(backend), device
 
     @property
     def info(self) -> ServerInfo:
@@ -133,13 +100,15 @@ class VllmDriver:
                     )
 
     def is_ours(self) -> bool:
-        return self._weight_version() == self._version
+        before, self._version = self._version, self._weight_version()
+        return before == self._version
 
     def serves(self, weight_version: str) -> bool:
-        return self._weight_version() == weight_version
+        return self._weight_version() == weight_version and not self._must_resume
 
     def join(self, info: JoinInfo) -> None:
-        self._http.post(
+        self._stuck = False
+        self._send(
             "/init_weight_transfer_engine",
             {
                 "init_info": {
@@ -151,7 +120,7 @@ class VllmDriver:
                     "packed_num_buffers": info.num_buffers,
                 }
             },
-            self._clock.connect,
+            None,  # the rendezvous beside it has the deadline
         )
 
     def settle(self, workers: Sequence[Mapping[str, Any]]) -> None:
@@ -162,21 +131,24 @@ class VllmDriver:
                 self._post("/finish_weight_update", {"weight_version": None})
 
     def begin(self, weight_version: str) -> None:
-        self._http.close()  # a connection that the server is about to close as idle: never reused
-        self._began, self._finished = [], False
+        self._began, self._finished, self._stuck = [], False, False
         torn = self._torn
-        # A server that a failed sync left paused is resumed by the sync that repairs it.
-        self._paused_before = not torn and self._get("/is_paused").get("is_paused") is True
+        # Paused by its user, and not by a sync that failed: ours, or by its mark another's.
+        held = (
+            self._get("/is_paused").get("is_paused") is True
+            and not self._must_resume
+            and (not torn or (self._version or "").startswith(INCOMPLETE + _HELD))
+        )
+        self._mark = f"{INCOMPLETE}{_HELD if held else ''}{weight_version}"
         if self._pause != "none":
-            self._began.append("pause")
+            self._must_resume = not held
             self._post(f"/pause?mode={self._pause}")
         self._began.append("mark")
-        self._post("/update_weight_version", {"new_version": INCOMPLETE + weight_version})
+        self._post("/update_weight_version", {"new_version": self._mark})
         if torn and self.info.backend == "nccl":
             self._restore()
         self._began.append("start")
         self._post("/start_weight_update")
-        self._target = weight_version
 
     @property
     def _torn(self) -> bool:
@@ -189,6 +161,7 @@ class VllmDriver:
         Seen on 0.32: after a failed update a plain start, update, finish fails as well, until a
         start and a finish with nothing loaded have been through. Our own engine does this itself.
         """
+        refusal: ServerRefused | None = None
         try:
             self._post("/start_weight_update")
         except ServerRefused as error:
@@ -198,7 +171,11 @@ class VllmDriver:
                     f"(with several workers, only the streamer backend survives one): {error}"
                 ) from error
             # The last trainer died between start and update: that update is still open.
-        self._post("/finish_weight_update", {"weight_version": None})
+            refusal = error
+        try:
+            self._post("/finish_weight_update", {"weight_version": None})
+        except ServerRefused as error:
+            raise refusal or error from None
 
     def update(self, call: Call) -> None:
         specs = call.wire_specs()
@@ -209,37 +186,54 @@ class VllmDriver:
         }
         if self.info.backend == "streamer":
             info["chunk_sizes"] = [chunk.nbytes for chunk in call.chunks]
-        self._http.post("/update_weights", {"update_info": info}, None)
+        self._send("/update_weights", {"update_info": info}, None)
 
     def commit(self, weight_version: str) -> None:
         self._post("/finish_weight_update", {"weight_version": weight_version})
         self._version, self._finished = weight_version, True
         # Requests that were kept hold keys and values of the old weights: they are computed anew.
         self._post("/reset_prefix_cache?reset_running_requests=true")
-        if self._pause != "none" and not self._paused_before:
+        if self._must_resume:
             self._post("/resume")
+            self._must_resume = False
 
     def release(self) -> None:
         steps, self._began = self._began, []
+        undo: list[Callable[[], None]] = []
         if "start" in steps:
-            # Nothing was loaded: vLLM puts the old weights back exactly. If the start itself was
-            # refused no update is open, and this is refused as well.
-            with contextlib.suppress(ServerRefused):
-                self._clean_up("/finish_weight_update", {"weight_version": None})
+            # Nothing was loaded: vLLM puts the old weights back exactly.
+            undo.append(self._close_update)
         if "mark" in steps and self._version is not None:
-            self._clean_up("/update_weight_version", {"new_version": self._version})
-        if "pause" in steps and not self._paused_before and not self._torn:
-            self._clean_up("/resume")
+            mark = {"new_version": self._version}
+            undo.append(lambda: self._clean_up("/update_weight_version", mark))
+        if self._must_resume and not self._torn:
+            undo.append(self._resume)
+        problem: StreamerError | None = None
+        for step in undo:
+            try:
+                step()
+            except StreamerError as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
+
+    def _close_update(self) -> None:
+        # Refused where none is open: the start was refused, or the failed call has closed it.
+        with contextlib.suppress(ServerRefused):
+            self._clean_up("/finish_weight_update", {"weight_version": None})
+
+    def _resume(self) -> None:
+        self._clean_up("/resume")
+        self._must_resume = False
 
     def abandon(self) -> str:
         if self._finished:
             return "holds the new weights, but may still be paused: POST /resume to it"
-        self._version = INCOMPLETE + self._target
+        self._version = self._mark
         try:
-            self._clean_up("/finish_weight_update", {"weight_version": None})
-        except ServerRefused:
-            pass  # the failed call has closed the update already
+            self._close_update()
         except (ServerError, DeadlineExceeded) as error:
+            self._stuck = True
             return f"holds a mixture of weights and does not answer ({error}): restart it"
         if self.info.backend == "nccl" and self.info.world_size > 1:
             return (
@@ -252,7 +246,8 @@ class VllmDriver:
         )
 
     def leave(self) -> None:
-        if _numbers(self.info.version) >= (0, 32):
+        # A server with an update open refuses, and one that does not answer would be waited for.
+        if not self._stuck and version_numbers(self.info.version) >= (0, 32):
             self._clean_up("/shutdown_weight_transfer_engine")
 
     def cancel(self) -> None:
@@ -266,31 +261,27 @@ class VllmDriver:
         return None if value is None else str(value)
 
     def _get(self, path: str) -> dict[str, Any]:
-        return self._http.get(path, self._clock.progress)
+        with self._route(path):
+            return self._http.get(path, self._clock.progress)
 
-    def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return self._http.post(path, body, self._clock.progress)
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        self._send(path, body, self._clock.progress)
 
     def _clean_up(self, path: str, body: dict[str, Any] | None = None) -> None:
-        self._http.post(path, body, _CLEAN_UP_SECONDS)
+        self._send(path, body, _CLEAN_UP_SECONDS)
 
-    def _needs_dev_mode(self, path: str) -> dict[str, Any]:
+    def _send(self, path: str, body: dict[str, Any] | None, timeout: float | None) -> None:
+        with self._route(path):
+            self._http.post(path, body, timeout)
+
+    @contextlib.contextmanager
+    def _route(self, path: str) -> Iterator[None]:
+        """A 404 means that the server was not started with this route."""
         try:
-            return self._get(path)
+            yield
         except ServerRefused as error:
             if error.status != 404:
                 raise
             raise IncompatibleServer(
-                f"{self.url} has no {path.partition('?')[0]} (404): {_START_SO}"
+                f"{self.url} has no {path.partition('?')[0]} (404): {START_SO}"
             ) from error
-
-
-def _object(value: dict[str, Any], key: str) -> dict[str, Any]:
-    """The object at ``key``, or an empty one: the text of /server_info is not to be trusted."""
-    item = value.get(key)
-    return item if isinstance(item, dict) else {}
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Major and minor of a version."""
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -21,6 +21,18 @@ RECEIVE_SECONDS = 3600.0
 """The longest wait for one broadcast. The trainer's own deadlines end a sync long before; a trainer
 that is gone is noticed through the lifeline."""
 
+_KINDS: Mapping[str, type | range] = {
+    "rank_offset": range(1 << 31),
+    "world_size": range(1, 1 << 31),
+    "nccl_unique_id_b64": str,
+    "master_address": str,
+    "master_port": range(1, 1 << 16),
+    "packed": bool,
+    "packed_buffer_size_bytes": range(1, 1 << 63),
+    "packed_num_buffers": range(1, 1 << 31),
+}
+"""The fields of `InitInfo`: of what type, or a whole number in which range."""
+
 
 @dataclass(kw_only=True)
 class InitInfo:
@@ -42,13 +54,24 @@ class InitInfo:
 
     @classmethod
     def parse(cls, init_info: Mapping[str, Any]) -> InitInfo:
-        """From JSON. Raises `PlanError` for an unknown or missing key."""
+        """From JSON. Raises `PlanError` for a key or a value that cannot be right."""
         try:
             return cls(**init_info)
         except TypeError as error:
             raise PlanError(f"init_info: {str(error).partition(') ')[2] or error}") from None
 
     def __post_init__(self) -> None:
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            if value is None and getattr(InitInfo, name, 0) is None:  # the default
+                continue
+            if isinstance(kind, range):
+                right = type(value) is int and value in kind
+                what = f"a whole number from {kind[0]} to {kind[-1]}"
+            else:
+                right, what = type(value) is kind, f"a {kind.__name__}"
+            if not right:
+                raise PlanError(f"init_info: {name} must be {what}, not {value!r:.100}")
         if (self.master_address is None) != (self.master_port is None):
             raise PlanError("init_info: master_address and master_port come together")
         if self.master_address is None and self.nccl_unique_id_b64 is None:

@@ -42,7 +42,7 @@ def receive(
     allocate: Callable[[int], torch.Tensor],
     sink: Sink,
     timeout: float,
-    chunk_sizes: Sequence[int] | None = None,
+    chunk_sizes: object = None,
 ) -> None:
     """Receive ``specs``, listed in the order on the wire, and give each chunk to ``sink``.
 
@@ -50,13 +50,17 @@ def receive(
     given to ``sink`` are views of it, so whoever keeps them must allocate a new one each time.
     ``chunk_sizes``, if the sender told them, are compared before anything is received.
 
-    If ``sink`` raises, the rest is still received, and thrown away, so that the sender and the
-    other workers are not left hanging; then its error is raised. ``timeout`` is the longest
-    wait for one broadcast, in seconds.
+    If ``sink`` raises, or a tensor starts where it cannot be viewed, the rest is still received,
+    and thrown away, so that the sender and the other workers are not left hanging; then the error
+    is raised. ``timeout`` is the longest wait for one broadcast, in seconds.
     """
     chunks = list(_chunks(specs, packed, buffer_size))
     sizes = [sum(spec.nbytes for spec in chunk) for chunk in chunks]
-    if packed and chunk_sizes is not None and list(chunk_sizes) != sizes:
+    if chunk_sizes is not None and (
+        not isinstance(chunk_sizes, list) or any(type(n) is not int or n < 0 for n in chunk_sizes)
+    ):
+        raise PlanError(f"chunk_sizes must be a list of byte counts, not {chunk_sizes!r:.100}")
+    if packed and chunk_sizes is not None and chunk_sizes != sizes:
         raise PlanError(
             f"the sender cuts {len(chunk_sizes)} chunks of {sum(chunk_sizes)} bytes, this worker "
             f"expects {len(sizes)} of {sum(sizes)} with a buffer of {buffer_size} bytes: nothing "
@@ -65,15 +69,10 @@ def receive(
     failure: Exception | None = None
     for chunk, size in zip(chunks, sizes, strict=True):
         buffer = allocate(size)
-        if packed:
-            transport.broadcast(buffer, timeout)
-            tensors = list(_views(chunk, buffer))
-        else:
-            tensors = [(chunk[0].name, _view(chunk[0], buffer))]
-            transport.broadcast(tensors[0][1], timeout)
+        transport.broadcast(buffer if packed else _view(chunk[0], buffer), timeout)
         if failure is None:
             try:
-                sink(tensors)
+                sink(list(_views(chunk, buffer)))
             except Exception as error:
                 failure = error
     transport.wait(timeout)
@@ -98,6 +97,11 @@ def _chunks(
 def _views(chunk: Sequence[TensorSpec], buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     offset = 0
     for spec in chunk:
+        if offset % spec.dtype.itemsize:
+            raise PlanError(
+                f"tensor {spec.name} starts at byte {offset} of its chunk, which is no multiple "
+                f"of the {spec.dtype.itemsize} bytes of {spec.dtype_name}"
+            )
         yield spec.name, _view(spec, buffer[offset : offset + spec.nbytes])
         offset += spec.nbytes
 

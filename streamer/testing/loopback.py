@@ -19,6 +19,7 @@ class LoopbackGroup:
         self.log: list[int] = []
         self.barrier = threading.Barrier(world_size)
         self.sent = torch.empty(0, dtype=torch.uint8)
+        self.left = False
 
     def transport(self, rank: int) -> LoopbackTransport:
         """The transport of one rank."""
@@ -62,9 +63,12 @@ class LoopbackTransport(Transport):
             self._group.barrier.wait(timeout)
         except threading.BrokenBarrierError:
             self.check()
+            if self._group.left:
+                raise TransportError("loopback: another rank has left the group") from None
             raise DeadlineExceeded(f"loopback: a rank did not come within {timeout:g} s") from None
 
     def _abort(self) -> None:
+        self._group.left = True
         self._group.barrier.abort()
 
     def close(self) -> None:

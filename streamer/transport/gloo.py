@@ -66,8 +66,8 @@ class GlooTransport(Transport):
         except RuntimeError as error:
             raise TransportError(f"{waited}: {_first_line(error)}") from error
         warm_up = torch.zeros(1)
-        work = self._group.allreduce([warm_up])
-        self._finish(work, warm_up, timeout, f"{waited}: not all of them came")
+        late = f"{waited}: not all of them came"
+        self._finish(self._group.allreduce([warm_up]), timeout, late)
 
     def broadcast(self, tensor: torch.Tensor, timeout: float) -> None:
         if tensor.numel() == 0:
@@ -79,29 +79,41 @@ class GlooTransport(Transport):
         options = BroadcastOptions()
         options.rootRank = 0
         options.timeout = datetime.timedelta(seconds=max(timeout, self._timeout))
-        work = self._group.broadcast([data], options)
-        self._finish(work, data, timeout, "no byte moved: a worker is stuck or gone")
+        late = "no byte moved: a worker is stuck or gone"
+        self._finish(self._group.broadcast([data], options), timeout, late)
 
-    def _finish(self, work: Work, keep: torch.Tensor, timeout: float, late: str) -> None:
-        """Wait in slices, so that an abort or the deadline is noticed. ``keep`` is being used."""
+    def _finish(self, work: Work, timeout: float, late: str) -> None:
+        """Wait in slices, so that an abort or the deadline is noticed. ``work`` owns its tensor."""
         self._pending = work
+        try:
+            self._wait(work, timeout, late)
+        finally:
+            # An error that the caller keeps must not keep the group's sockets open.
+            del work
+        self._pending = None
+        self.check()
+
+    def _wait(self, work: Work, timeout: float, late: str) -> None:
         deadline = time.monotonic() + timeout
-        while True:
+        problem = ""
+        while not problem:
             # A wait that times out raises as one that fails does; only after completion is an
             # error the operation's own.
             completed = work.is_completed()
             try:
                 work.wait(_SLICE)
-                break
+                return
             except RuntimeError as error:
                 if completed:
-                    self.check()
-                    raise TransportError(f"Gloo: {_first_line(error)}") from error
-            self.check()
+                    problem = _first_line(error)
+            if self.aborted:
+                break
             if time.monotonic() > deadline:
+                del work
                 raise DeadlineExceeded(f"{late} within {timeout:g} s (Gloo)")
-        self._pending = None
+        del work
         self.check()
+        raise TransportError(f"Gloo: {problem}")
 
     def _abort(self) -> None:
         """Nothing to wake: `_finish` looks every 0.2 s."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import logging
 import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -26,7 +27,8 @@ BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
 """A trainer whose store does not answer for this long counts as dead."""
 
-_ALIVE = "streamer/alive"
+_ALIVE, _YES = "streamer/alive", b"yes"
+log = logging.getLogger("streamer")
 
 
 class Lifeline:
@@ -35,11 +37,16 @@ class Lifeline:
     ``local_address`` is this process's own address on the way to the other end.
     """
 
-    def __init__(self, store: TCPStore, local_address: str, port: int) -> None:
+    def __init__(
+        self, store: TCPStore, local_address: str, port: int, *, beats: TCPStore | None = None
+    ) -> None:
         self.store = store
         self.local_address = local_address
         self.port = port
+        # A store's client serves one question at a time, and a rendezvous may wait for long.
+        self._beats = beats
         self._stop = threading.Event()
+        self._answered = threading.Event()
 
     @classmethod
     def host(cls, address: str, port: int = 0) -> Lifeline:
@@ -64,7 +71,7 @@ class Lifeline:
             timeout=datetime.timedelta(seconds=60),
             master_listen_fd=listener.detach(),
         )
-        store.set(_ALIVE, "yes")
+        store.set(_ALIVE, _YES.decode())
         return cls(store, address, port)
 
     @classmethod
@@ -73,14 +80,13 @@ class Lifeline:
         try:
             with socket.create_connection((address, port), timeout=timeout) as probe:
                 local = probe.getsockname()[0]
-            store = _client(address, port, timeout)
-            store.get(_ALIVE)
+            store, beats = (_answering_client(address, port, timeout) for _ in range(2))
         except (OSError, RuntimeError) as error:
             raise TransportError(
                 f"the trainer does not answer at {address}:{port}: {str(error).splitlines()[0]}; "
                 "can this host reach it there?"
             ) from error
-        return cls(store, local, port)
+        return cls(store, local, port, beats=beats)
 
     def rendezvous(self) -> dict[str, Any]:
         """Fields of ``init_info``."""
@@ -123,25 +129,22 @@ class Lifeline:
         A question to a stopped process has no timeout of its own, so one thread asks and another
         listens for the silence.
         """
-        host = self.store.host
-        store = _client(host, self.port, SILENCE_SECONDS)
-        answered = threading.Event()
+        host, store, answered = self.store.host, self._beats, self._answered
+        assert store is not None, "only a worker watches"
         broken = threading.Event()
 
         def ask() -> None:
             try:
-                while not self._stop.wait(BEAT_SECONDS):
-                    store.get(_ALIVE)
+                while not self._stop.wait(BEAT_SECONDS) and store.get(_ALIVE) == _YES:
                     answered.set()
-            except Exception:
-                broken.set()
-                answered.set()
+            except Exception as error:
+                log.debug("the lifeline broke: %s", error)
+            broken.set()
+            answered.set()
 
         def listen() -> None:
             while answered.wait(BEAT_SECONDS + SILENCE_SECONDS) and not broken.is_set():
                 answered.clear()
-                if self._stop.is_set():
-                    return
             if not self._stop.is_set():
                 how = "is gone" if broken.is_set() else f"was silent for {SILENCE_SECONDS:g} s"
                 on_death(f"the trainer at {host}:{self.port} {how}")
@@ -150,21 +153,75 @@ class Lifeline:
             threading.Thread(target=target, name=f"streamer-{target.__name__}", daemon=True).start()
 
     def close(self) -> None:
-        """Stop watching and drop the store; on the trainer's end this makes the workers leave."""
+        """Stop watching, and drop the store; on the trainer's end the workers leave.
+
+        They are told as well: an operation of Gloo's that hangs may keep the store alive.
+        """
+        if self._stop.is_set():
+            return
         self._stop.set()
-        with contextlib.suppress(AttributeError):
-            del self.store
+        self._answered.set()
+        if self._beats is None:
+            with contextlib.suppress(RuntimeError):
+                self.store.set(_ALIVE, "no")
+        self._beats = None
+        del self.store
+
+
+_T = TypeVar("_T")
+
+
+def _answering_client(address: str, port: int, timeout: float) -> TCPStore:
+    """A client that has been answered once.
+
+    Whatever its timeout, a client waits for ever for a trainer that is stopped, or whose first
+    answer was lost, so each attempt is given `SILENCE_SECONDS` on a thread of its own.
+    """
+
+    def ask() -> TCPStore:
+        store = TCPStore(
+            address,
+            port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+        store.get(_ALIVE)
+        return store
+
+    deadline = time.monotonic() + timeout
+    while True:
+        left = max(deadline - time.monotonic(), 0.1)
+        try:
+            return _within(min(left, SILENCE_SECONDS), ask)
+        except TimeoutError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"no answer within {timeout:g} s") from None
+
+
+def _within(timeout: float, step: Callable[[], _T]) -> _T:
+    """Run ``step`` on a daemon thread for at most ``timeout`` seconds.
+
+    Raises `TimeoutError` if it takes longer, else what ``step`` raises.
+    """
+    results: list[_T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(step())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="streamer-join", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError
+    return results[0]
 
 
 def _worker_key(rank: int) -> str:
     return f"streamer/worker/{rank}"
-
-
-def _client(address: str, port: int, timeout: float) -> TCPStore:
-    return TCPStore(
-        address,
-        port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=datetime.timedelta(seconds=timeout),
-    )

@@ -85,7 +85,9 @@ def test_an_unforeseen_error_is_one_line_with_its_type(
     registry.add(Faulty())
     ended = invoke("plan", "faulty://x")
     assert ended.code == 1
-    assert ended.error == "ValueError: two lines \\x1b[31m"
+    assert ended.error == (
+        "plugin Faulty (in-process) failed to open faulty://: ValueError: two lines \\x1b[31m"
+    )
 
 
 def test_debug_shows_the_traceback_and_the_notes(
@@ -97,4 +99,4 @@ def test_debug_shows_the_traceback_and_the_notes(
     assert ended.stdout == ""
     assert ended.stderr.startswith("Traceback (most recent call last):")
     assert "\na note\n" in ended.stderr
-    assert ended.stderr.endswith("streamer: error: ValueError: two lines \\x1b[31m\n")
+    assert ended.stderr.endswith("faulty://: ValueError: two lines \\x1b[31m\n")

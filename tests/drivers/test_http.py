@@ -304,7 +304,7 @@ def test_a_body_that_stalls_ends_at_the_deadline(client, fake_server):
 
 
 def test_an_answer_that_trickles_ends_at_the_deadline(client, fake_server):
-    """A byte now and then is no answer."""
+    """A byte now and then is no answer: the deadline is that of the whole call."""
 
     def trickle(handler):
         handler.send_response(200)
@@ -319,7 +319,7 @@ def test_an_answer_that_trickles_ends_at_the_deadline(client, fake_server):
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         client().get("/trickle", 1)
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 5
 
 
 def test_a_host_that_does_not_answer_ends_at_the_connect_timeout(client):

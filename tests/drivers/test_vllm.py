@@ -130,7 +130,7 @@ class FakeVllm:
 
     @property
     def serves(self):
-        """What a user of the server sees: weights' name, whether it answers, whether it is whole."""
+        """What a user sees: the weights' name, whether it is paused, whether an update is open."""
         return self.weight_version, self.paused, self.updating
 
 
@@ -728,7 +728,6 @@ EVERY = [
     ("/finish_weight_update", lambda one: (one.begin("v2"), one.commit("v2"))),
     ("/reset_prefix_cache", lambda one: (one.begin("v2"), one.commit("v2"))),
     ("/resume", lambda one: (one.begin("v2"), one.commit("v2"))),
-    ("/init_weight_transfer_engine", lambda one: one.join(JoinInfo({}, 1, 2, True, 64, 2))),
 ]
 
 

@@ -21,7 +21,7 @@ import requests
 import streamer
 
 ROOT = Path(__file__).parents[2]
-VLLM = Path(os.environ.get("STREAMER_VLLM", ROOT / ".vllm"))
+VLLM = ROOT / ".vllm"
 START_SECONDS = 240
 ANSWER_SECONDS = 30
 PROMPTS = ([1, 5, 9, 33, 7], [200, 100, 50], [3] * 12)

@@ -72,7 +72,7 @@ def b(checkpoints):
 def check_mixture(error, server):
     held = error.held[server.url]
     assert "mixture" in held
-    assert held.endswith("push again")
+    assert held.endswith("push again"), held
     check_incomplete(server)
 
 

@@ -39,7 +39,8 @@ def receive(dtype, shape, timeout=30):
     count = torch.empty(shape, dtype=dtype, device="meta").nbytes
     tensor = torch.zeros(count, dtype=torch.uint8).view(dtype).view(shape)
     transport.broadcast(tensor, timeout)
-    return hashlib.sha256(bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())).hexdigest()
+    data = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+    return hashlib.sha256(data).hexdigest()
 
 tell("joined")
 """
@@ -327,7 +328,7 @@ def test_an_operation_that_ends_just_after_a_slice_of_waiting_has_succeeded(grou
             return self.waits > 0
 
     transport = group.start("", present=0)
-    transport._finish(Work(), torch.zeros(1), 5, "late")
+    transport._finish(Work(), 5, "late")
     assert transport._pending is None
 
 
