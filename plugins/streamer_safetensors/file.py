@@ -8,12 +8,33 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from streamer.exceptions import SourceError
 from streamer.source import DeferredTensor, TensorSpec
 from streamer_safetensors.untrusted import shown
 
 _REOPEN = "open the source again once nobody writes to the checkpoint"
+
+
+class WeightFile(Protocol):
+    """Where the bytes of tensors are: a file, or one at the other end of a connection."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+
+    def __str__(self) -> str:
+        """Its name in an error message."""
+
+    def read(self, start: int, size: int) -> bytes:
+        """Bytes ``[start, start + size)``. Raises `SourceError` if they cannot be had."""
+
+    def read_into(self, buffer: memoryview, start: int, what: str) -> None:
+        """Fill ``buffer`` with the bytes from ``start`` on. Thread-safe.
+
+        Raises `SourceError`, naming the file and ``what``, also if the file was changed meanwhile.
+        """
 
 
 class OpenFile:
@@ -100,7 +121,7 @@ class StoredTensor(DeferredTensor):
     """A tensor whose bytes start at byte ``offset`` of ``file``."""
 
     spec: TensorSpec
-    file: OpenFile
+    file: WeightFile
     offset: int
 
     def read_into(self, buffer: memoryview, start: int, stop: int) -> None:

@@ -6,15 +6,16 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
+from typing import Generic, TypeVar
 
 from streamer.exceptions import SourceError
 from streamer_safetensors.file import OpenFile, StoredTensor, broken_link
-from streamer_safetensors.untrusted import MAX_JSON_SIZE, likely_kind, parse_json, shown
+from streamer_safetensors.index import not_inside, parse_index
+from streamer_safetensors.untrusted import MAX_JSON_SIZE, shown
 
 _log = logging.getLogger("streamer")
 
@@ -27,18 +28,22 @@ _NUMBERED = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.safetensors")
 _MERGE = "merge it into its base model first (PEFT: merge_and_unload(), then save_pretrained)"
 
 
+File = TypeVar("File")
+
+
 @dataclass(frozen=True)
-class Layout:
+class Layout(Generic[File]):
     """The files of a checkpoint, in the order to read them.
 
     ``wanted`` are the tensors to take from each; None where there is no index, which takes all.
+    Files are paths, or whatever else names them where they are.
     """
 
-    files: Sequence[Path]
-    index: Path | None = None
-    wanted: Mapping[Path, set[str]] | None = None
+    files: Sequence[File]
+    index: object = None
+    wanted: Mapping[File, set[str]] | None = None
 
-    def select(self, file: Path, tensors: list[StoredTensor]) -> list[StoredTensor]:
+    def select(self, file: File, tensors: list[StoredTensor]) -> list[StoredTensor]:
         """Those of a file's tensors that the checkpoint takes from it.
 
         Raises `SourceError` if one that the index gives to the file is not there.
@@ -56,8 +61,36 @@ class Layout:
             )
         return chosen
 
+    def gather(
+        self, where: object, headers: Iterable[tuple[File, list[StoredTensor]]]
+    ) -> list[StoredTensor]:
+        """The tensors of the checkpoint ``where``, given each file with all of its own.
 
-def find_layout(where: str | os.PathLike[str]) -> Layout:
+        Raises `SourceError` if one is absent or there twice, or if there is none.
+        """
+        tensors: dict[str, StoredTensor] = {}
+        for file, found in headers:
+            for tensor in self.select(file, found):
+                other = tensors.setdefault(tensor.spec.name, tensor)
+                if other is not tensor:
+                    raise SourceError(
+                        f"tensor {shown(tensor.spec.name)} is both in {other.file} and in "
+                        f"{tensor.file}: name the one file to read, or add an index"
+                    )
+        if not tensors:
+            raise SourceError(f"{shown(where)} holds no tensors: save the checkpoint again")
+        return list(tensors.values())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to read of a folder: its index, or else whole files."""
+
+    index: str | None
+    files: Sequence[str] = ()
+
+
+def find_layout(where: str | os.PathLike[str]) -> Layout[Path]:
     """The layout of a file, a folder or an index; ``~`` is expanded. Reads no weight file.
 
     Raises `SourceError` if there is none there, or if shards are missing.
@@ -70,49 +103,76 @@ def find_layout(where: str | os.PathLike[str]) -> Layout:
         raise SourceError(f"not a usable path: {shown(repr(where))}: {shown(error)}") from error
     if os.path.isdir(path):
         return _of_folder(path)
-    if path.name.startswith(_ADAPTER):
-        raise SourceError(f"{shown(path)} is a LoRA adapter, not a model: {_MERGE}")
+    refuse_adapter(path, path.name)
     return _of_index(path) if path.suffix == ".json" else Layout([path])
 
 
-def _of_folder(folder: Path) -> Layout:
+def refuse_adapter(where: object, name: str) -> None:
+    """Raise `SourceError` if a file of this name is no model."""
+    if name.startswith(_ADAPTER):
+        raise SourceError(f"{shown(where)} is a LoRA adapter, not a model: {_MERGE}")
+
+
+def _of_folder(folder: Path) -> Layout[Path]:
     try:
-        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+        names = os.listdir(folder)
     except OSError as error:
         raise SourceError(f"cannot list {shown(folder)}: {error.strerror}") from error
-    weights = [name for name in names if name.endswith(_WEIGHTS)]
-    models = [name for name in weights if not name.startswith(_ADAPTER)]
-    index = _choose_index(folder, names)
-    if index is not None:
-        layout = _of_index(index)
-    elif models:
-        # Mistral's own format, beside the same weights under their Hugging Face names.
-        converted = [name for name in models if not name.startswith(_CONSOLIDATED)]
-        _check_numbering(folder, converted or models)
-        layout = Layout([folder / name for name in converted or models])
+    choice = choose(
+        folder, names, lambda: (path.parent.name for path in folder.glob(f"*/*{_WEIGHTS}"))
+    )
+    if choice.index is not None:
+        layout = _of_index(folder / choice.index)
     else:
-        raise SourceError(_why_nothing(folder, names, adapters=weights))
+        layout = Layout([folder / name for name in choice.files])
     read = set(layout.files)
-    ignored = [
-        name for name in weights if folder / name not in read and not name.startswith(_CONSOLIDATED)
-    ]
-    if ignored:
-        _log.warning("%s: not part of the model, ignored: %s", shown(folder), _listed(ignored))
+    warn_ignored(folder, (name for name in names if folder / name not in read))
     return layout
 
 
-def _choose_index(folder: Path, names: list[str]) -> Path | None:
+def choose(where: object, names: Iterable[str], subfolders: Callable[[], Iterable[str]]) -> Choice:
+    """Choose among the ``names`` of the files in the folder ``where``.
+
+    ``subfolders()`` are those folders in it that hold weights. Raises `SourceError` if there is no
+    model, or no telling which.
+    """
+    names = sorted(name for name in names if not name.startswith("."))
+    weights = [name for name in names if name.endswith(_WEIGHTS)]
+    models = [name for name in weights if not name.startswith(_ADAPTER)]
+    index = _choose_index(where, names)
+    if index is not None:
+        return Choice(index)
+    if not models:
+        raise SourceError(_why_nothing(where, names, weights, sorted(set(subfolders()))))
+    # Mistral's own format, beside the same weights under their Hugging Face names.
+    converted = [name for name in models if not name.startswith(_CONSOLIDATED)]
+    _check_numbering(where, converted or models)
+    return Choice(None, converted or models)
+
+
+def warn_ignored(where: object, names: Iterable[str]) -> None:
+    """Log which weights are left out, given the ``names`` of the files that are not read."""
+    ignored = sorted(
+        name
+        for name in names
+        if name.endswith(_WEIGHTS) and not name.startswith((".", _CONSOLIDATED))
+    )
+    if ignored:
+        _log.warning("%s: not part of the model, ignored: %s", shown(where), _listed(ignored))
+
+
+def _choose_index(where: object, names: list[str]) -> str | None:
     found = [name for name in names if name.endswith(_INDEX) and not name.startswith(_ADAPTER)]
     if f"model{_INDEX}" in found:
-        return folder / f"model{_INDEX}"
+        return f"model{_INDEX}"
     if len(found) > 1:
         raise SourceError(
-            f"{shown(folder)} has several indexes, {_listed(found)}: name one of them as the source"
+            f"{shown(where)} has several indexes, {_listed(found)}: name one of them as the source"
         )
-    return folder / found[0] if found else None
+    return found[0] if found else None
 
 
-def _check_numbering(folder: Path, names: list[str]) -> None:
+def _check_numbering(where: object, names: list[str]) -> None:
     """Refuse shards numbered ``i of n`` that are not ``n``: without an index nothing else tells."""
     shards: defaultdict[tuple[str, str], int] = defaultdict(int)
     for name in names:
@@ -122,16 +182,17 @@ def _check_numbering(folder: Path, names: list[str]) -> None:
     for (stem, total), count in shards.items():
         if count != int(total):
             raise SourceError(
-                f"{shown(folder)} has {count} of the {int(total)} shards "
+                f"{shown(where)} has {count} of the {int(total)} shards "
                 f"{shown(stem)}-*-of-{total}{_WEIGHTS}, and no index: download or copy all of them"
             )
 
 
-def _why_nothing(folder: Path, names: list[str], adapters: list[str]) -> str:
+def _why_nothing(
+    where: object, names: list[str], adapters: list[str], subfolders: list[str]
+) -> str:
     if adapters:
-        return f"{shown(folder)} holds only a LoRA adapter ({_listed(adapters)}): {_MERGE}"
-    nothing = f"{shown(folder)} holds no *{_WEIGHTS} file"
-    subfolders = sorted({path.parent.name for path in folder.glob(f"*/*{_WEIGHTS}")})
+        return f"{shown(where)} holds only a LoRA adapter ({_listed(adapters)}): {_MERGE}"
+    nothing = f"{shown(where)} holds no *{_WEIGHTS} file"
     if subfolders:
         return f"{nothing}; its subfolders do, name one of them: {_listed(subfolders)}"
     others = [name for name in names if name.endswith(_OTHER_FORMATS)]
@@ -143,70 +204,30 @@ def _why_nothing(folder: Path, names: list[str], adapters: list[str]) -> str:
     return f"{nothing}; it is empty" if not names else f"{nothing}, only {_listed(names)}"
 
 
-def _of_index(index: Path) -> Layout:
-    tensors_of: defaultdict[str, list[str]] = defaultdict(list)
-    for tensor, entry in _read_weight_map(index).items():
-        if not isinstance(entry, str) or not entry:
-            raise SourceError(
-                f"{shown(index)} gives {shown(tensor)} to no file; download or save it again"
-            )
-        tensors_of[entry].append(tensor)
-    wanted: defaultdict[Path, set[str]] = defaultdict(set)
-    for entry, tensors in tensors_of.items():
-        wanted[_shard(index, entry, tensors[0])].update(tensors)
-    files = sorted(wanted)
-    missing = [file for file in files if not os.path.exists(file)]
+def _of_index(index: Path) -> Layout[Path]:
+    wanted: dict[Path, set[str]] = {}
+    for entry, tensors in parse_index(_read(index), index).items():
+        shard = index.parent / entry
+        # The file itself may be a link to anywhere, as in the Hugging Face cache.
+        if not _is_inside(shard.parent, index.parent):
+            raise SourceError(not_inside(index, entry, min(tensors)))
+        wanted[shard] = tensors
+    missing = [file for file in wanted if not os.path.exists(file)]
     if missing:
         raise SourceError(
-            f"{len(missing)} of {len(files)} shards that {shown(index)} names are missing: "
+            f"{len(missing)} of {len(wanted)} shards that {shown(index)} names are missing: "
             f"{', '.join(map(_described_missing, missing))}; download or copy them"
         )
-    return Layout(files, index, wanted)
+    return Layout(list(wanted), index, wanted)
 
 
-def _read_weight_map(index: Path) -> dict[str, Any]:
+def _read(index: Path) -> bytes:
     with closing(OpenFile(index)) as file:
         if file.size > MAX_JSON_SIZE:
             raise SourceError(
                 f"{file} is {file.size} bytes long, and {MAX_JSON_SIZE} are allowed for an index"
             )
-        raw = file.read(0, file.size)
-    try:
-        content = parse_json(raw)
-        weight_map = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError("it has no weight_map of tensor names to files")
-    except ValueError as error:
-        kind = None if raw[:64].lstrip().startswith(b"{") else likely_kind(raw[:64])
-        reason = f"it is {kind}" if kind else f"{error}; download or save it again"
-        raise SourceError(f"{shown(index)} is not an index of shards: {reason}") from error
-    return weight_map
-
-
-def _shard(index: Path, entry: str, tensor: str) -> Path:
-    """The file that an entry names, in the folder of the index or below.
-
-    The file itself may be a link to anywhere, as in the Hugging Face cache; a folder on the way to
-    it may not lead outside.
-    """
-    name = PurePosixPath(entry)
-    shard = index.parent / name
-    if (
-        not entry.isprintable()
-        or name.is_absolute()
-        or ".." in name.parts
-        or not _is_inside(shard.parent, index.parent)
-    ):
-        raise SourceError(
-            f"{shown(index)} gives {shown(tensor)} to {shown(entry)}, which is no plain "
-            "path inside its own folder: refused; do not trust this checkpoint"
-        )
-    if name.suffix != _WEIGHTS:
-        raise SourceError(
-            f"{shown(index)} gives {shown(tensor)} to {shown(entry)}, which is no {_WEIGHTS} file: "
-            "convert the checkpoint to safetensors, with an index of its own"
-        )
-    return shard
+        return file.read(0, file.size)
 
 
 def _is_inside(inner: Path, outer: Path) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from streamer.exceptions import SourceError
 from streamer.source import TensorSpec
-from streamer_safetensors.file import OpenFile, StoredTensor
+from streamer_safetensors.file import StoredTensor, WeightFile
 from streamer_safetensors.untrusted import MAX_JSON_SIZE, likely_kind, parse_json, shown
 
 _LENGTH_SIZE = 8
@@ -44,7 +44,7 @@ _WITHOUT_TORCH_DTYPE = ("F6_E2M3", "F6_E3M2")
 _AGAIN = "download or save it again"
 
 
-def read_header(file: OpenFile) -> list[StoredTensor]:
+def read_header(file: WeightFile) -> list[StoredTensor]:
     """The tensors of ``file`` in the order of their bytes, which cover the data exactly.
 
     Reads the header only. Raises `SourceError` that names the file, and a likely cause, if

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 
-from streamer.exceptions import SourceError
 from streamer.source import TensorSpec, WeightSource
 from streamer_safetensors.file import OpenFile, StoredTensor
 from streamer_safetensors.folder import find_layout
 from streamer_safetensors.header import read_header
-from streamer_safetensors.untrusted import shown
 
 
 class SafetensorsSource(WeightSource):
@@ -28,22 +27,16 @@ class SafetensorsSource(WeightSource):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         layout = find_layout(path)
         self._files: list[OpenFile] = []
-        tensors: dict[str, StoredTensor] = {}
         with ExitStack() as opened:
-            for file_path in layout.files:
-                file = opened.enter_context(closing(OpenFile(file_path)))
-                self._files.append(file)
-                for tensor in layout.select(file_path, read_header(file)):
-                    other = tensors.setdefault(tensor.spec.name, tensor)
-                    if other is not tensor:
-                        raise SourceError(
-                            f"tensor {shown(tensor.spec.name)} is both in {other.file} and in "
-                            f"{file}: name the one file to read, or add an index"
-                        )
-            if not tensors:
-                raise SourceError(f"{shown(path)} holds no tensors: save the checkpoint again")
+
+            def headers() -> Iterator[tuple[Path, list[StoredTensor]]]:
+                for file_path in layout.files:
+                    file = opened.enter_context(closing(OpenFile(file_path)))
+                    self._files.append(file)
+                    yield file_path, read_header(file)
+
+            self._tensors = layout.gather(path, headers())
             self._opened = opened.pop_all()
-        self._tensors = list(tensors.values())
         self._specs = tuple(tensor.spec for tensor in self._tensors)
 
     def specs(self) -> Sequence[TensorSpec]:

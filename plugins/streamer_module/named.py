@@ -1,0 +1,123 @@
+"""What sources of named tensors in this process's memory have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from streamer.exceptions import SourceError, UsageError
+from streamer.source import TensorSpec, WeightSource
+from streamer_module.structure import is_a, is_sharded_tensor
+
+TIED = ("all", "first")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A tensor, the name that it is sent under, and the one that its owner knows it by."""
+
+    name: str
+    path: str
+    tensor: torch.Tensor
+
+
+class NamedTensors(WeightSource):
+    """Tensors that are looked up anew at every sync: what is sent is their values by then.
+
+    Nothing is copied. ``tied`` says what becomes of a tensor that has several names: ``all`` sends
+    it under each of them, ``first`` under the first. Tensors are the same only if they are the same
+    view of the same memory, whatever their values.
+    """
+
+    def __init__(self, tied: str) -> None:
+        if tied not in TIED:
+            raise UsageError(f"tied must be one of {', '.join(TIED)}, not {tied!r}")
+        self._tied = tied
+        self.tensors()
+
+    @abstractmethod
+    def look_up(self) -> Iterable[Named]:
+        """Every tensor as it is now, in the order to send them."""
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """See `WeightSource.specs`. Differs from call to call only if tensors were exchanged."""
+        return [
+            TensorSpec(found.name, found.tensor.dtype, tuple(found.tensor.shape))
+            for found in self.tensors()
+        ]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for found in self.tensors():
+            yield found.name, found.tensor.detach()
+
+    def tensors(self) -> list[Named]:
+        """What to send. Raises `SourceError` that names the first tensor that cannot be sent."""
+        named = list(self.look_up())
+        if not named:
+            raise SourceError("it has no parameters or persistent buffers: nothing to send")
+        check_names((found.name, found.path) for found in named)
+        for found in named:
+            check_tensor(found.path, found.tensor)
+        if self._tied == "first":
+            first: dict[object, Named] = {}
+            for found in named:
+                first.setdefault(same_memory(found.tensor), found)
+            named = list(first.values())
+        return named
+
+
+def same_memory(tensor: torch.Tensor) -> object:
+    """Equal for live tensors that are one view of one memory. An empty tensor is only itself."""
+    if not tensor.numel():
+        return id(tensor)
+    view = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return tensor.device, tensor.data_ptr(), view
+
+
+def check_names(names: Iterable[tuple[str, str]]) -> None:
+    """Raise `SourceError` for an adapter's names, and for two ``path`` that get one ``name``.
+
+    ``names`` are pairs of a name to send and the path that it was made of.
+    """
+    taken: dict[str, str] = {}
+    for name, path in names:
+        if name.startswith("base_model.model.") or any(
+            part.startswith("lora_") for part in name.split(".")
+        ):
+            raise SourceError(
+                f"{path} belongs to an adapter, which no server takes for weights: push the PEFT "
+                "model itself, which is merged on the way, or merge it first"
+            )
+        if taken.setdefault(name, path) != path:
+            raise SourceError(
+                f"{taken[name]} and {path} would both be called {name}, without what wrappers add "
+                "to names: rename one, or open it with wrappers='keep'"
+            )
+
+
+def check_tensor(name: str, tensor: object) -> None:
+    """Raise `SourceError` unless ``tensor`` is plain memory that holds the values themselves."""
+    kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+    if not isinstance(tensor, torch.Tensor):
+        raise SourceError(f"{name} is a {kind}, not a tensor")
+    if is_sharded_tensor(tensor):
+        raise SourceError(
+            f"{name} is sharded over ranks ({kind}): the source fsdp gathers it (scheme='fsdp')"
+        )
+    if is_a(tensor, "UninitializedTensorMixin", "torch.nn"):
+        raise SourceError(f"{name} has no shape yet: call the module once, then push it")
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_quantized:
+        raise SourceError(
+            f"{name} is a {kind} of {tensor.dtype}, whose memory is not its values: dequantize it, "
+            "or push a state dict of plain tensors under the checkpoint's names"
+        )
+    if tensor.layout != torch.strided:
+        raise SourceError(f"{name} has the layout {tensor.layout}: make it dense, with to_dense()")
+    if tensor.is_meta:
+        raise SourceError(
+            f"{name} is on the meta device, without values: load the model's weights first"
+        )

@@ -1,0 +1,124 @@
+"""How a module is put together: its tensors in traversal order, wrappers seen through, and kinds.
+
+Classes are told by name and package, so that nothing is imported that the module has not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+# Class and package of what adds a name to its one child, and that name.
+_WRAPPERS = {
+    ("DistributedDataParallel", "torch.nn.parallel"): "module",
+    ("DataParallel", "torch.nn.parallel"): "module",
+    ("OptimizedModule", "torch._dynamo"): "_orig_mod",
+    ("ActivationWrapper", "torch.distributed"): "_checkpoint_wrapped_module",
+    ("FullyShardedDataParallel", "torch.distributed.fsdp"): "_fsdp_wrapped_module",
+}
+_RESERVED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_FIRST = "module."
+
+Resolve = Callable[[nn.Module], tuple[nn.Module, str]]
+"""The module that stands in for another one, under its name, and the path from one to the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A parameter or persistent buffer: its name without wrappers, and where it is kept.
+
+    ``path`` is its name in ``state_dict()``, ``key`` that part of it that ``owner`` knows it by.
+    """
+
+    name: str
+    path: str
+    owner: nn.Module
+    key: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What is there now."""
+        held = self.owner._parameters.get(self.key)
+        tensor = self.owner._buffers[self.key] if held is None else held
+        assert tensor is not None
+        return tensor
+
+
+def walk(module: nn.Module, resolve: Resolve = lambda module: (module, "")) -> Iterator[Place]:
+    """Every parameter and persistent buffer, in the order and under the paths of ``state_dict()``.
+
+    That of a tensor with two names comes twice. ``name`` lacks the parts that wrappers add, which
+    are found by the wrapper's class: a submodule or parameter that is called ``module`` keeps it.
+    """
+    yield from _walk(module, "", "", resolve)
+
+
+def _walk(module: nn.Module, name: str, path: str, resolve: Resolve) -> Iterator[Place]:
+    module, inner = resolve(module)
+    path += inner
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            yield Place(name + key, path + key, module, key)
+    for key, buffer in module._buffers.items():
+        if buffer is not None and key not in module._non_persistent_buffers_set:
+            yield Place(name + key, path + key, module, key)
+    wrapped = _wrapped(module)
+    for key, child in module._modules.items():
+        if child is not None:
+            part = "" if key == wrapped else f"{key}."
+            yield from _walk(child, name + part, f"{path}{key}.", resolve)
+
+
+def _wrapped(module: nn.Module) -> str | None:
+    """The name of the child that ``module`` wraps, if it is a wrapper."""
+    for (name, package), attribute in _WRAPPERS.items():
+        if is_a(module, name, package):
+            return attribute
+    return None
+
+
+def without_wrappers(paths: Iterable[str]) -> list[str]:
+    """Names without what wrappers put into them, told from the names alone.
+
+    Torch's own underscored parts go wherever they are. ``module.`` goes once, and only if every
+    name starts with it, as after DistributedDataParallel.
+    """
+    names = []
+    for path in paths:
+        *parts, last = path.split(".")
+        names.append(".".join([*(part for part in parts if part not in _RESERVED), last]))
+    if names and all(name.startswith(_FIRST) for name in names):
+        return [name.removeprefix(_FIRST) for name in names]
+    return names
+
+
+def is_a(thing: object, name: str, package: str) -> bool:
+    """Whether a class of this name, from ``package`` or below, is among the bases of ``thing``."""
+    return any(
+        base.__name__ == name and f"{base.__module__}.".startswith(f"{package}.")
+        for base in type(thing).__mro__
+    )
+
+
+def is_sharded_tensor(tensor: object) -> bool:
+    """Whether this rank holds only a part of the tensor."""
+    return is_a(tensor, "DTensor", "torch.distributed") or is_a(
+        tensor, "FlatParameter", "torch.distributed.fsdp"
+    )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``module`` is FSDP's, or has DTensors."""
+    return any(map(is_sharded_tensor, (*module.parameters(), *module.buffers()))) or any(
+        is_a(part, "FullyShardedDataParallel", "torch.distributed.fsdp")
+        for part in module.modules()
+    )
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether PEFT has put an adapter into ``module``, or wrapped it."""
+    kinds = {base for part in module.modules() for base in type(part).__mro__}
+    return any(f"{kind.__module__}.".startswith("peft.") for kind in kinds)

@@ -1,0 +1,272 @@
+"""Change what a source yields: cast, rename, select, exclude, or a rule of one's own.
+
+    session.push(streamer.cast(streamer.exclude(model, "lm_head.weight"), "bfloat16"))
+
+Each takes what `streamer.open_source` takes and returns a `WeightSource`, so they nest. What one of
+them opened itself is closed with its result; a `WeightSource` stays its owner's to close.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from streamer.exceptions import UsageError
+from streamer.payloads import cast_payload, read_tensor
+from streamer.registry import open_source
+from streamer.source import Payload, TensorSpec, WeightSource, checked
+
+CAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""What `cast` casts from and to. Narrower floats mean nothing without their scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One tensor that a rule makes of another: its spec, and its payload made of the other's."""
+
+    spec: TensorSpec
+    make: Callable[[Payload], Payload] = lambda payload: payload
+
+
+Rule = Callable[[TensorSpec], Sequence[Output]]
+Edit = tuple[TensorSpec, Callable[[torch.Tensor], torch.Tensor] | None]
+
+
+class Transformed(WeightSource):
+    """A source whose every tensor becomes the outputs of ``rule``: none, one or several.
+
+    The rule is asked for each spec, by `specs` and by the iterator alike, so that the two agree. It
+    must say the same each time. ``check`` may raise for all specs of the source together.
+    ``same_weights`` says that a server which gets the outputs holds the weights of the source, and
+    may be marked with its ``weight_version``.
+    """
+
+    def __init__(
+        self,
+        source: object,
+        rule: Rule,
+        check: Callable[[Sequence[TensorSpec]], None] = lambda specs: None,
+        *,
+        same_weights: bool = False,
+    ) -> None:
+        self._given = isinstance(source, WeightSource)
+        self._source = open_source(source)
+        self._rule = rule
+        self._check = check
+        self._same_weights = same_weights
+        try:
+            self.specs()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def weight_version(self) -> str | None:  # type: ignore[override]  # it may change
+        """What the source says now, if these are the same weights."""
+        return self._source.weight_version if self._same_weights else None
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """See `WeightSource.specs`. Raises `UsageError` if two tensors get one name."""
+        given = self._source.specs()
+        self._check(given)
+        made: dict[str, str] = {}
+        specs: list[TensorSpec] = []
+        for spec in given:
+            for output in self._rule(spec):
+                name = output.spec.name
+                if name in made:
+                    raise UsageError(f"{made[name]} and {spec.name} would both be called {name}")
+                made[name] = spec.name
+                specs.append(output.spec)
+        return specs
+
+    def __iter__(self) -> Iterator[tuple[str, Payload]]:
+        given = self._source.specs()
+        payloads = checked(self._source, given)
+        for spec in given:
+            payload = next(payloads)
+            for output in self._rule(spec):
+                yield output.spec.name, output.make(payload)
+            del payload
+        next(payloads, None)
+
+    def close(self) -> None:
+        """Close the source, if it was opened here."""
+        if not self._given:
+            self._source.close()
+
+
+def cast(source: object, dtype: torch.dtype | str, *, keep: Iterable[str] = ()) -> WeightSource:
+    """Send every floating-point tensor of ``source`` as ``dtype``: bfloat16, float16, and so on.
+
+    Integers, complex numbers, fp8 and fp4 stay as they are, and so do scales (where the last part
+    of the name has ``scale`` in it) and names that a glob in ``keep`` matches. A deferred tensor
+    stays deferred. Raises `UsageError` for a dtype that is not of `CAST_DTYPES`.
+    """
+    target = _dtype(dtype)
+    kept = list(keep)
+
+    def rule(spec: TensorSpec) -> Sequence[Output]:
+        if (
+            spec.dtype not in CAST_DTYPES
+            or spec.dtype == target
+            or "scale" in spec.name.rpartition(".")[2]
+            or any(fnmatch.fnmatchcase(spec.name, glob) for glob in kept)
+        ):
+            return [Output(spec)]
+        return [Output(replace(spec, dtype=target), partial(cast_payload, spec.dtype, target))]
+
+    return Transformed(source, rule, partial(_check_globs, "keep", kept), same_weights=True)
+
+
+def rename(
+    source: object,
+    names: Mapping[str, str] | Callable[[str], str] | str | re.Pattern[str],
+    replacement: str | None = None,
+) -> WeightSource:
+    r"""Rename the tensors of ``source``; payloads are not touched.
+
+    ``names`` is a mapping of old names to new ones, a function of the old name, or a regular
+    expression that is replaced by ``replacement`` wherever it is found, as in
+    ``rename(source, r"^model\.", "language_model.")``.
+
+    Raises `UsageError` if two names become one, and for a mapping or an expression that fits none.
+    """
+    change: Callable[[str], str]
+    expected: Sequence[str] = ()
+    pattern: re.Pattern[str] | None = None
+    if isinstance(names, (str, re.Pattern)):
+        pattern, change = _substitution(names, replacement)
+    elif replacement is not None:
+        raise UsageError("rename: a replacement goes with a regular expression only")
+    elif isinstance(names, Mapping):
+        mapping = dict(names)
+        expected = list(mapping)
+
+        def change(name: str) -> str:
+            return mapping.get(name, name)
+    else:
+        change = names
+
+    def rule(spec: TensorSpec) -> Sequence[Output]:
+        new = change(spec.name)
+        if not isinstance(new, str) or not new:
+            raise UsageError(f"rename: {spec.name} would be called {new!r}")
+        return [Output(replace(spec, name=new))]
+
+    def check(specs: Sequence[TensorSpec]) -> None:
+        present = {spec.name for spec in specs}
+        absent = [name for name in expected if name not in present]
+        if absent:
+            raise UsageError(f"rename: the source has no tensor {absent[0]}")
+        if pattern is not None and not any(map(pattern.search, present)):
+            raise UsageError(
+                f"rename: {pattern.pattern!r} is in none of the names, of which {_first(specs)} "
+                "is one"
+            )
+
+    return Transformed(source, rule, check, same_weights=True)
+
+
+def select(source: object, *globs: str) -> WeightSource:
+    """Send only the tensors whose name one of ``globs`` matches (``model.layers.0.*``).
+
+    The source's ``weight_version`` is not passed on: the server keeps the rest of what it has.
+    Raises `UsageError` if there is a glob that matches none.
+    """
+    if not globs:
+        raise UsageError("select: give at least one glob")
+    return _chosen(source, "select", globs, True)
+
+
+def exclude(source: object, *globs: str) -> WeightSource:
+    """Do not send the tensors whose name one of ``globs`` matches. See `select`."""
+    return _chosen(source, "exclude", globs, False)
+
+
+def map_tensors(
+    source: object, rule: Callable[[TensorSpec], Sequence[Edit] | None]
+) -> WeightSource:
+    """Export under other names, in other layouts: ``rule`` says what becomes of each tensor.
+
+    ``rule(spec)`` returns None to leave a tensor alone, or a list of ``(new spec, function)``, one
+    for each tensor that it becomes: none to drop it, several to split it. A function is given the
+    tensor (a deferred one is read first, once) and returns one that is as the new spec says, a view
+    for example; None in its place changes only the name. The rule is called for the specs and again
+    for the payloads, and must say the same both times.
+    """
+
+    def outputs(spec: TensorSpec) -> Sequence[Output]:
+        edits = rule(spec)
+        if edits is None:
+            return [Output(spec)]
+        once = _Once(spec)
+        return [
+            Output(new) if function is None else Output(new, partial(once.apply, function))
+            for new, function in edits
+        ]
+
+    return Transformed(source, outputs)
+
+
+class _Once:
+    """Reads a deferred tensor for the first of several functions, and keeps it for the others."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self._spec = spec
+        self._tensor: torch.Tensor | None = None
+
+    def apply(
+        self, function: Callable[[torch.Tensor], torch.Tensor], payload: Payload
+    ) -> torch.Tensor:
+        if self._tensor is None:
+            self._tensor = read_tensor(payload, self._spec)
+        return function(self._tensor)
+
+
+def _chosen(source: object, what: str, globs: Sequence[str], wanted: bool) -> WeightSource:
+    match = re.compile("|".join(map(fnmatch.translate, globs)) or r"(?!)").match
+
+    def rule(spec: TensorSpec) -> Sequence[Output]:
+        return [Output(spec)] if (match(spec.name) is not None) is wanted else []
+
+    return Transformed(source, rule, partial(_check_globs, what, globs))
+
+
+def _check_globs(what: str, globs: Sequence[str], specs: Sequence[TensorSpec]) -> None:
+    for glob in globs:
+        match = re.compile(fnmatch.translate(glob)).match
+        if not any(match(spec.name) for spec in specs):
+            raise UsageError(
+                f"{what}: {glob!r} matches none of the names, of which {_first(specs)} is one"
+            )
+
+
+def _first(specs: Sequence[TensorSpec]) -> str:
+    return specs[0].name if specs else "(no tensor)"
+
+
+def _substitution(
+    names: str | re.Pattern[str], replacement: str | None
+) -> tuple[re.Pattern[str], Callable[[str], str]]:
+    if replacement is None:
+        raise UsageError("rename: a regular expression needs a replacement")
+    try:
+        pattern = re.compile(names)
+        pattern.sub(replacement, "")
+    except (re.error, IndexError) as error:
+        raise UsageError(f"rename: {names!r} to {replacement!r}: {error}") from None
+    return pattern, lambda name: pattern.sub(replacement, name)
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    known = {str(known).removeprefix("torch."): known for known in CAST_DTYPES}
+    name = str(dtype).removeprefix("torch.")
+    if name not in known:
+        raise UsageError(f"cast: dtype must be one of {', '.join(known)}, not {name}")
+    return known[name]
