@@ -1,0 +1,103 @@
+"""From the Hub into the reference server, both ways, and how much of it is at the same time."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+
+import pytest
+
+import streamer
+from streamer import SourceError
+from streamer.events import ChunkSent
+
+MIB = 1 << 20
+
+
+def holds(server, model) -> bool:
+    """Whether both workers hold every byte of ``model``."""
+    expected = {name: hashlib.sha256(data).hexdigest() for name, data in model.raw.items()}
+    found = server.checksums()
+    assert len(found) == 2
+    return all({name: held.get(name) for name in expected} == expected for held in found)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "per_tensor"])
+@pytest.mark.parametrize("no_cache", [True, False], ids=["no_cache", "cache"])
+class TestEndToEnd:
+    def test_both_workers_hold_every_byte(
+        self, hub, publish, make_model, open_hub, server, tmp_path, no_cache, packed
+    ):
+        model = make_model(3, large=3, size=6 * MIB + 2)
+        commit = publish(model.files)
+        source = open_hub("org/name", no_cache=no_cache)
+        hub.clear()
+        buffer_size = 20 * MIB
+        report = streamer.push(source, server.url, packed=packed, buffer_size=buffer_size)
+        assert holds(server, model)
+        assert report.weight_version == server.weight_version == commit
+        asked = [each for each in hub.asked if each.host == "cdn"]
+        total = sum(map(len, model.raw.values()))
+        if no_cache:
+            spans = sorted((each.path, each.start, each.start + each.sent) for each in asked)
+            for left, right in itertools.pairwise(spans):
+                assert left[0] != right[0] or left[2] <= right[1]
+            assert sum(each.sent for each in asked) == total
+            print(f"{len(asked)} requests, {total / (16 * MIB):.1f} x 16 MiB")
+            # One a 16 MiB, and up to one more where a chunk or a file ends.
+            assert len(hub.asked) <= total / (16 * MIB) + report.chunks + 3
+            assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+        else:
+            whole = [each.sent for each in asked if "Range" not in each.headers]
+            assert whole == [len(model.files[name]) for name in model.weights]
+
+
+class TestFailures:
+    def test_a_shard_that_fails_half_way(self, hub, model, open_hub, server, eventually):
+        source = open_hub("org/name")
+        bad = model.weights[1]
+        hub.fault(lambda each: bad in each.path and each.method == "HEAD", times=99, status=403)
+        with pytest.raises(SourceError, match=rf"hf://org/name@main: {bad}: .*\(403") as caught:
+            streamer.push(source, server.url, buffer_size=MIB)
+        assert "mixture" in str(caught.value) or "incomplete" in str(caught.value)
+        hub.faults.clear()
+        assert streamer.push(source, server.url).tensors == len(model.tensors)
+        assert holds(server, model)
+
+    def test_ranges_that_fail_half_way(self, hub, publish, make_model, open_hub, server):
+        model = make_model(2, large=4, size=MIB)
+        publish(model.files)
+        source = open_hub("org/name", no_cache=True)
+        hub.fault(lambda each: each.start > 2 * MIB or "2097" in str(each.headers), status=404)
+        hub.fault(
+            lambda each: each.host == "cdn" and hub.bodies(model.files[model.weights[1]]),
+            times=0,
+        )
+        assert streamer.push(source, server.url, buffer_size=MIB).tensors == len(model.tensors)
+        assert holds(server, model)
+
+
+def test_download_and_push_overlap(hub, publish, make_model, open_hub, server):
+    """One after the other they would take at least D + P, for both are made of waiting: the Hub
+    sends at a given rate, and whoever is told of a chunk sleeps. ``benchmarks/hub_overlap.py``
+    measures the same against the bound that is promised."""
+    model = make_model(8, large=2, size=MIB)
+    publish(model.files)
+    download = 4.0
+    hub.rate = sum(len(model.files[name]) for name in model.weights) / download
+    chunks = 16
+    pause = 3.5 / chunks
+
+    def on_event(event: streamer.events.Event) -> None:
+        if isinstance(event, ChunkSent):
+            time.sleep(pause)
+
+    started = time.monotonic()
+    report = streamer.push(
+        open_hub("org/name"), server.url, buffer_size=MIB // 2, on_event=on_event
+    )
+    both = time.monotonic() - started
+    assert holds(server, model)
+    assert report.chunks == chunks
+    assert both < 0.88 * (download + chunks * pause)
