@@ -7,6 +7,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Exact releases, for build environments too. -qq leaves errors.
 INSTALL := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(PIP) install -qq
 UNIT := -n auto --ignore=tests/interop --ignore=tests/gpu
+# What goes through all that is installed: entry points, every command, pushes to a server.
+WHEEL := tests/cli tests/test_registry.py
 
 .PHONY: help demo test setup lint types unit wheel vllm interop clean
 
@@ -16,7 +18,7 @@ help:
 	@echo 'make lint     ruff: rules and format'
 	@echo 'make types    mypy'
 	@echo 'make unit     the tests that need no other server than our own'
-	@echo 'make wheel    the same tests against the built wheel, without the sources'
+	@echo 'make wheel    the command line, plugins and demo from the built wheel, without the sources'
 	@echo 'make vllm     install vLLM for the CPU into .vllm (2 minutes)'
 	@echo 'make interop  the tests against real vLLM servers (4 minutes)'
 	@echo 'make clean    remove all that was installed and built'
@@ -40,7 +42,7 @@ unit: .venv/dev.stamp
 	$(BIN)/python -m pytest $(UNIT)
 
 wheel: .venv/dev.stamp
-	scripts/test_wheel.sh $(CURDIR)/$(BIN)/python $(UNIT)
+	scripts/test_wheel.sh $(CURDIR)/$(BIN)/python -n auto $(WHEEL)
 
 vllm: .vllm/streamer.stamp
 

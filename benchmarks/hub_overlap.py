@@ -3,8 +3,8 @@
     python benchmarks/hub_overlap.py [--seconds 10] [--shards 8]
 
 Starts a Hub that sends a model within the given seconds, and the reference server with two workers.
-Whoever is told of a chunk sleeps, so that a push alone takes a third, as long, or three times as
-long as the download. Prints the seconds of the download alone (D), the push alone (P), and of both
+Each broadcast sleeps first, so that a push alone takes a third, as long, or three times as long as
+the download. Prints the seconds of the download alone (D), the push alone (P), and of both
 together. The bound is 1.15 * max(D, P), and a shard's share of max(D, P).
 """
 
@@ -16,12 +16,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import torch
 
 import streamer
-from streamer.events import ChunkSent
+from streamer.transport.gloo import GlooTransport
 
 ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
@@ -42,13 +46,20 @@ def fake_hub() -> Any:
 
 def push(source: streamer.WeightSource, url: str, pause: float, version: str) -> float:
     started = time.perf_counter()
-
-    def on_event(event: Any) -> None:
-        if isinstance(event, ChunkSent):
-            time.sleep(pause)
-
-    streamer.push(source, url, buffer_size=BUFFER, weight_version=version, on_event=on_event)
+    with mock.patch.object(GlooTransport, "broadcast", slow(pause)):
+        streamer.push(source, url, buffer_size=BUFFER, weight_version=version)
     return time.perf_counter() - started
+
+
+def slow(pause: float) -> Callable[..., None]:
+    """A broadcast that takes ``pause`` seconds more."""
+    plain = GlooTransport.broadcast
+
+    def broadcast(self: GlooTransport, tensor: torch.Tensor, timeout: float) -> None:
+        time.sleep(pause)
+        plain(self, tensor, timeout)
+
+    return broadcast
 
 
 def main() -> None:

@@ -232,7 +232,8 @@ class FakeHub:
         if self.rate is None:
             return self.stopping.is_set()
         with self._lock:
-            self._free_at = max(self._free_at, time.monotonic()) + count / self.rate
+            # Half a second may be caught up with, that the machine was busy with something else.
+            self._free_at = max(self._free_at, time.monotonic() - 0.5) + count / self.rate
             wait = self._free_at - time.monotonic()
         return self.stopping.wait(max(wait, 0.0))
 
