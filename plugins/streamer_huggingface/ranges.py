@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from urllib.parse import quote, urlsplit
 
 import requests
@@ -179,14 +179,16 @@ class RangeClient:
         """Ask where the file was last, or else the Hub."""
         hub = f"{self.target.endpoint}/{self.target.path.repo}/resolve/{self.commit}/"
         *redirects, response = self._web.get(file.location or hub + quote(file.name), span)
-        for each in (*redirects, response):
-            file.compare("commit", each.headers.get("X-Repo-Commit"))
-            file.compare("size", each.headers.get("X-Linked-Size"))
-            file.compare("linked ETag", each.headers.get("X-Linked-ETag"))
-        if response.status_code in (200, 206) or _is_empty(response):
-            file.location = response.url
-            return response
-        with closing(response):
+        with ExitStack() as stack:
+            stack.callback(response.close)
+            for each in (*redirects, response):
+                file.compare("commit", each.headers.get("X-Repo-Commit"))
+                file.compare("size", each.headers.get("X-Linked-Size"))
+                file.compare("linked ETag", each.headers.get("X-Linked-ETag"))
+            if response.status_code in (200, 206) or _is_empty(response):
+                file.location = response.url
+                stack.pop_all()
+                return response
             total = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
             if response.status_code == 416 and total is not None:
                 file.compare("size", total[2])
