@@ -237,7 +237,8 @@ def _local_address(url: str) -> str:
 
     parts = urlsplit(url)
     try:
-        with socket.create_connection((parts.hostname or "", parts.port or 80), timeout=5) as probe:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        with socket.create_connection((parts.hostname or "", port), timeout=5) as probe:
             address: str = probe.getsockname()[0]
             return address
     except OSError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -23,7 +23,9 @@ class Interrupts:
     thread, where Python runs no handlers, this does nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, insist: Callable[[], None] = lambda: None) -> None:
+        """``insist()`` is called at a second signal: it ends what the first one waits for."""
+        self._insist = insist
         self._in_source = False
         self._pending: int | None = None
         self._before: dict[int, Any] = {}
@@ -47,6 +49,8 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again, self._pending = self._pending is not None, number
+        if again:
+            self._insist()
         if again or self._in_source:
             raise KeyboardInterrupt
 

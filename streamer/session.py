@@ -64,7 +64,7 @@ class Session:
             )
         self._closed = False
         self._pool = ThreadPoolExecutor(2 * len(urls), thread_name_prefix="streamer-http")
-        self._interrupts = Interrupts()
+        self._interrupts = Interrupts(self._abort)
         self._group: Group | None = None
         self._opened = 0.0
         self.servers: list[ServerInfo] = []
@@ -100,6 +100,7 @@ class Session:
             if not joined:
                 self._probe()
             version = weight_version or opened.weight_version
+            _check_version(version)
             if version is None:
                 version = f"streamer-{uuid.uuid4().hex[:12]}"
             elif weight_version is None and not force and self._all_serve(version):
@@ -213,6 +214,10 @@ class Session:
         if not group.flowing:
             self._clean_up(error, lambda driver: driver.release())
             return
+        broken = group.transport.aborted
+        if broken:
+            # First our end: workers that still wait for the trainer cannot answer before that.
+            self._drop_group()
         held: dict[str, str] = {}
 
         def abandon(driver: Driver) -> None:
@@ -224,9 +229,7 @@ class Session:
         else:
             for url, state in held.items():
                 error.add_note(f"{url} {state}")
-        if group.transport.aborted:
-            # First our end: workers that still wait for the trainer cannot answer before that.
-            self._drop_group()
+        if broken:
             self._clean_up(error, lambda driver: driver.leave())
 
     def _clean_up(self, error: BaseException, step: Callable[[Driver], None]) -> None:
@@ -275,6 +278,10 @@ class Session:
         self._drop_group()
         for note in getattr(problem, "__notes__", []):
             log.warning("%s", note)
+
+    def _abort(self) -> None:
+        if self._group is not None:
+            self._group.transport.abort("interrupted")
 
     def _drop_group(self) -> None:
         group, self._group = self._group, None

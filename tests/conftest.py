@@ -347,16 +347,19 @@ from streamer.receiver import server
 
 class Faults:
     # Answers a path as it is told, the next so many times, and writes down every call.
-    def __init__(self, app):
-        self.app, self.faults, self.calls, self.kept = app, {}, [], []
+    def __init__(self, app, reference):
+        self.app, self.reference = app, reference
+        self.faults, self.calls, self.kept = {}, [], []
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         path = scope["path"]
         if path == "/_faults":
-            self.faults = json.loads((await receive())["body"])
-            self.calls = []
+            faults = json.loads((await receive())["body"])
+            if not faults.pop("keep", False):
+                self.faults, self.calls = {}, []
+            self.faults.update(faults)
             return await self.answer(send, 200, "{}")
         if path == "/_calls":
             return await self.answer(send, 200, json.dumps(self.calls))
@@ -370,6 +373,8 @@ class Faults:
                 pass
             self.kept.append(asyncio.ensure_future(self.app(scope, receive, drop)))
         await asyncio.sleep(fault["delay"])
+        if fault["workers"]:
+            await self.reference.call("checksum")
         if fault["status"] == 0:
             return await self.app(scope, receive, send)
         content = json.dumps({"error": {"message": fault["text"], "code": fault["status"]}})
@@ -381,7 +386,7 @@ class Faults:
         await send({"type": "http.response.body", "body": content.encode()})
 
 plain = server.ReferenceServer.app
-server.ReferenceServer.app = lambda self: Faults(plain(self))
+server.ReferenceServer.app = lambda self: Faults(plain(self), self)
 server.run(
     host="127.0.0.1", port=int(sys.argv[1]), workers=int(sys.argv[2]), device="cpu", discard=False,
     on_ready=lambda url: print("ready", url, flush=True),
@@ -473,12 +478,18 @@ class ReferenceServer:
         *,
         delay: float = 0.0,
         inside: bool = False,
+        workers: bool = False,
         times: int = 1,
+        keep: bool = False,
     ) -> None:
-        """Make ``path`` answer so, after ``delay``; ``inside``: while the workers do as they are
-        told. Status 0 answers as usual after the delay. Forgets calls and earlier faults."""
-        values = {"status": status, "text": text, "delay": delay, "inside": inside, "times": times}
-        self.post("/_faults", {path: values})
+        """Make ``path`` answer so, after ``delay``. Forgets calls and faults, unless ``keep``.
+
+        ``inside``: while the workers do as they are told. ``workers``: once every worker has been
+        through with what it does. Status 0 answers as usual afterwards.
+        """
+        values = {"status": status, "text": text, "delay": delay, "inside": inside}
+        values |= {"workers": workers, "times": times}
+        self.post("/_faults", {path: values, "keep": keep})
 
     def heal(self) -> None:
         """No more faults; forget the calls so far."""

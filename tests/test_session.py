@@ -32,6 +32,7 @@ from streamer import (
     Timeouts,
     TransportError,
     UsageError,
+    group,
     hookimpl,
     registry,
 )
@@ -252,13 +253,15 @@ def test_a_server_that_was_left_paused_is_not_taken_for_one_that_serves(
     assert not server.paused
 
 
+@pytest.mark.parametrize("whose", ["caller", "source"])
 @pytest.mark.parametrize("version", [5, f"{INCOMPLETE}x"])
-def test_a_weight_version_that_cannot_be_right(session, server, make_source, version):
+def test_a_weight_version_that_cannot_be_right(session, server, make_source, version, whose):
     """A step's number is a likely mistake, and must be found before the server is paused."""
     one = session(server)
     server.heal()
-    with pytest.raises(UsageError):
-        one.push(make_source(weights(1)), weight_version=version)
+    own, given = (None, version) if whose == "caller" else (version, None)
+    with pytest.raises(StreamerError):
+        one.push(make_source(weights(1), weight_version=own), weight_version=given)
     assert not [call for call in server.calls if call.startswith("POST")]
 
 
@@ -398,6 +401,22 @@ def test_a_server_that_is_not_there(make_source, free_port):
         streamer.connect(url)
     with pytest.raises(ServerUnreachable, match="Connection refused"):
         streamer.push(make_source(weights(1)), url)
+
+
+@pytest.mark.parametrize(
+    ("url", "port"), [("https://host", 443), ("http://host", 80), ("https://host:8443", 8443)]
+)
+def test_the_way_to_a_server_is_found_on_its_own_port(monkeypatch, url, port):
+    asked = []
+
+    def connect(address, timeout):
+        asked.append(address)
+        raise OSError("no route")
+
+    monkeypatch.setattr(group.socket, "create_connection", connect)
+    with pytest.raises(StreamerError, match="no route"):
+        group._local_address(url)
+    assert asked == [("host", port)]
 
 
 def test_servers_that_do_not_fit_together(server, fake_server, reply):
@@ -590,6 +609,22 @@ def test_an_update_that_is_refused_is_told_within_seconds(
     assert server.calls.count(UPDATE) == 1
     assert server.weight_version == f"{INCOMPLETE}v2"
     assert server.paused
+    server.heal()
+    push(one, [server], weights(3))
+
+
+def test_a_server_whose_finish_waits_for_its_workers_is_not_given_up(
+    session, server, push, make_source
+):
+    """A vLLM server asks every worker; those that wait for the trainer answer once it leaves."""
+    one = session(server)
+    push(one, [server], weights(1))
+    server.fail("/update_weights", 500, "no", delay=0.3, inside=True)
+    server.fail("/finish_weight_update", 0, workers=True, keep=True)
+    big = weights(2, count=40, size=50_000)
+    with pytest.raises(ServerRefused) as caught:
+        one.push(make_source(big, on_step=lambda index: time.sleep(0.05)))
+    assert caught.value.held == {server.url: MIXTURE}
     server.heal()
     push(one, [server], weights(3))
 
@@ -846,6 +881,22 @@ def test_a_signal_completes_the_stream_first(server, session, push, number):
     assert server.weight_version == f"{INCOMPLETE}from-a-trainer"
     server.heal()
     push(session(server), [server], weights(3))
+
+
+def test_a_second_signal_ends_the_trainer_whatever_it_waits_for(server):
+    """Here the server never receives, and the stream cannot be completed."""
+    server.fail("/update_weights", 500, delay=60)
+    code = TRAINER.replace("100_000", "5_000_000")
+    with trainer(server, code) as process:
+        for line in process.stdout:
+            if line == "t2\n":
+                break
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(15) != 0
 
 
 def test_a_signal_that_the_trainer_ignores_stops_nothing(server):

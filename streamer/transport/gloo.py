@@ -126,7 +126,20 @@ class GlooTransport(Transport):
         stuck = self._pending is not None and not self._pending.is_completed()
         self._group = self._pending = None
         if stuck:
-            threading.Thread(target=owned.clear, name="streamer-gloo", daemon=True).start()
+            threading.Thread(
+                target=_drop_when_done, args=(owned,), name="streamer-gloo", daemon=True
+            ).start()
+
+
+def _drop_when_done(owned: list[Any]) -> None:
+    """Free a group once its stuck operation has ended, by its own timeout at the latest.
+
+    Until then the thread waits in Python: one that waits in the destructor of the group makes the
+    interpreter abort now and then, if the process exits meanwhile.
+    """
+    while not owned[1].is_completed():
+        time.sleep(0.1)
+    owned.clear()
 
 
 def _first_line(error: Exception) -> str:

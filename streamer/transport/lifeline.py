@@ -143,7 +143,11 @@ class Lifeline:
             answered.set()
 
         def listen() -> None:
-            while answered.wait(BEAT_SECONDS + SILENCE_SECONDS) and not broken.is_set():
+            # Beats are counted, and no clock is read: when this process was stopped itself, that is
+            # no silence of the trainer's.
+            missed = 0
+            while missed * BEAT_SECONDS < BEAT_SECONDS + SILENCE_SECONDS and not broken.is_set():
+                missed = 0 if answered.wait(BEAT_SECONDS) else missed + 1
                 answered.clear()
             if not self._stop.is_set():
                 how = "is gone" if broken.is_set() else f"was silent for {SILENCE_SECONDS:g} s"

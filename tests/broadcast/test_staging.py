@@ -188,6 +188,8 @@ def test_regions_cover_each_byte_once_and_leave_gaps_alone(pieces, slot, random)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "SLOT_SIZE", slot)
         regions = cut_regions(segments)
+        in_order = cut_regions(sorted(segments, key=lambda segment: segment[3]))
+    assert regions == in_order, "neighbours are joined in whatever order they come"
     found = []
     for region in regions:
         end = region[0][3]

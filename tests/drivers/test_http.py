@@ -232,19 +232,20 @@ def test_a_name_that_does_not_resolve(client):
     assert "HTTPConnectionPool" not in str(caught.value)
 
 
-def test_a_connection_that_breaks_is_not_tried_again(client, fake_server):
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_connection_that_breaks_is_not_tried_again(client, fake_server, method):
     """Case 6: the server may have done it already."""
 
     def hang_up(handler):
         handler.close_connection = True
         handler.connection.shutdown(socket.SHUT_RDWR)
 
-    fake_server.routes["POST /update_weights"] = hang_up
+    fake_server.routes[f"{method} /update_weights"] = hang_up
     one = client()
     with pytest.raises(ServerUnreachable, match=r"/update_weights: .*is the server up\?"):
-        one.post("/update_weights", {"update_info": {}}, 5)
+        one.get("/update_weights", 5) if method == "GET" else one.post("/update_weights", {}, 5)
     time.sleep(0.2)
-    assert fake_server.posts == ["/update_weights"]
+    assert fake_server.paths == [f"{method} /update_weights"]
 
 
 def test_a_connection_that_was_idle_and_is_closed_is_not_used_for_a_post(

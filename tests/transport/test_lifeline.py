@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -255,6 +256,43 @@ def test_a_trainer_that_is_busy_is_not_taken_for_dead(quick, trainer):
     trainer.answer()
     assert told == []
     worker.close()
+
+
+WORKER = """
+import sys
+from streamer.transport import lifeline as module
+module.BEAT_SECONDS, module.SILENCE_SECONDS = 0.2, 1.5
+lifeline = module.Lifeline.join("127.0.0.1", int(sys.argv[1]), 20)
+lifeline.watch(lambda reason: print("told", flush=True))
+print("watching", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_worker_that_was_stopped_itself_raises_no_alarm(trainer):
+    """Its own pause (a frozen host, a debugger) is not the trainer's silence."""
+    worker = subprocess.Popen(
+        [sys.executable, "-c", WORKER, str(trainer.port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert worker.stdout.readline() == "watching\n"
+        time.sleep(0.5)
+        worker.send_signal(signal.SIGSTOP)
+        time.sleep(3)
+        worker.send_signal(signal.SIGCONT)
+        heard, _, _ = select.select([worker.stdout], [], [], 2)
+        assert not heard
+        trainer.process.kill()
+        heard, _, _ = select.select([worker.stdout], [], [], 5)
+        assert heard, "it still watches"
+    finally:
+        worker.kill()
+        worker.wait()
+        worker.stdin.close()
+        worker.stdout.close()
 
 
 def test_nothing_is_told_after_a_close(quick, trainer, watched):
