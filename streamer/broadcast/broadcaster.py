@@ -69,6 +69,9 @@ class Broadcaster:
         if len(self._buffers) < count or self._buffers[0].numel() < plan.largest_chunk:
             self._buffers.clear()
             self._buffers.extend(self._stage.allocate(plan.largest_chunk) for _ in range(count))
+            if self._stream is not None:
+                for buffer in self._buffers:
+                    buffer.record_stream(self._stream)
 
     def sync(
         self,

@@ -112,6 +112,7 @@ class Stage:
         )
         self._slots: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         self._slots_left = max(RING_SIZE // SLOT_SIZE, threads + 1)
+        self._slots_lock = threading.Lock()
         self.stream = torch.cuda.Stream(device) if self._cuda else None
         self._threads = [
             threading.Thread(target=self._read_jobs, name=f"streamer-read-{number}", daemon=True)
@@ -121,27 +122,41 @@ class Stage:
             thread.start()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """A new device buffer of ``nbytes`` bytes."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        """A new device buffer of ``nbytes`` bytes, made on the current stream.
 
-    def add(self, fill: Fill, payload: Payload, offset: int, nbytes: int) -> None:
+        The copy stream waits for the current one: the memory may be what the trainer has just
+        freed, with kernels that use it still to run. Freed, it is not used again before the copy
+        stream has passed.
+        """
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            buffer.record_stream(self.stream)
+        return buffer
+
+    def add(
+        self, fill: Fill, payload: Payload, offset: int, nbytes: int, guard: Callable[[], None]
+    ) -> None:
         """Take ``payload`` into ``fill`` at ``offset``.
 
         A tensor has been copied when this returns (a CUDA tensor: the copy is on the current
-        stream); a deferred one is read once the fill is submitted.
+        stream); a deferred one is read once the fill is submitted. ``guard`` may raise to end a
+        wait.
         """
         if nbytes == 0:
             return
         if isinstance(payload, DeferredTensor):
             fill.segments.append((payload.read_into, 0, nbytes, offset))
         elif self._cuda and payload.device.type != "cuda":
-            self._copy_from_host(fill, as_bytes(payload).cpu(), offset)
+            self._copy_from_host(fill, as_bytes(payload).cpu(), offset, guard)
         else:
             raw = as_raw(payload)
             target = fill.buffer[offset : offset + nbytes].view(raw.dtype).view(raw.shape)
             target.copy_(raw, non_blocking=self._cuda)
 
-    def _copy_from_host(self, fill: Fill, data: torch.Tensor, offset: int) -> None:
+    def _copy_from_host(
+        self, fill: Fill, data: torch.Tensor, offset: int, guard: Callable[[], None]
+    ) -> None:
         """Copy borrowed host memory through the pinned slots, and wait until it is read."""
 
         def read_into(view: memoryview, start: int, stop: int) -> None:
@@ -150,8 +165,9 @@ class Stage:
 
         alone = Fill(fill.buffer)
         alone.segments.append((read_into, 0, data.numel(), offset))
-        self.submit(alone, lambda: None)
-        alone.wait(threading.TIMEOUT_MAX)
+        self.submit(alone, guard)
+        while not alone.wait(0.1):
+            guard()
         if alone.error is not None:
             raise alone.error
 
@@ -206,10 +222,17 @@ class Stage:
             self._slots.put(slot)
 
     def _take_slot(self) -> _Slot:
-        if self._slots.empty() and self._slots_left > 0:
-            self._slots_left -= 1
+        with self._slots_lock:
+            grow = self._slots.empty() and self._slots_left > 0
+            self._slots_left -= grow
+        if not grow:
+            return self._slots.get()
+        try:
             return _Slot()
-        return self._slots.get()
+        except BaseException:
+            with self._slots_lock:
+                self._slots_left += 1
+            raise
 
     def close(self) -> None:
         """Stop the readers. Jobs still queued must be such that their guard stops them."""

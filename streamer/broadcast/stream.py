@@ -117,7 +117,9 @@ class ChunkStream:
             for spec, offset in zip(chunk.specs, chunk.offsets, strict=True):
                 payload = next(first)
                 try:
-                    self._stage.add(staged.fill, payload, offset, spec.nbytes)
+                    self._stage.add(staged.fill, payload, offset, spec.nbytes, self._guard)
+                except StreamerError:
+                    raise
                 except Exception as error:
                     raise SourceError(
                         f"tensor {spec.name} cannot be copied: {type(error).__name__}: "

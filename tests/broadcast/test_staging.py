@@ -92,7 +92,7 @@ def test_a_tensor_is_copied_in_place(dtype, view, stage, random_tensor, bytes_of
     buffer = torch.full((2000,), 0xAA, dtype=torch.uint8)
     fill = Fill(buffer)
     size = len(bytes_of(tensor))
-    stage().add(fill, tensor, 32, size)
+    stage().add(fill, tensor, 32, size, lambda: None)
     assert to_bytes(buffer[32 : 32 + size]) == bytes_of(tensor)
     assert set(to_bytes(buffer[:32]) + to_bytes(buffer[32 + size :])) == {0xAA}
     assert fill.wait(0)
@@ -147,7 +147,7 @@ def test_a_deferred_tensor_is_read_in_parts_by_several_threads(
     buffer = torch.zeros(1000, dtype=torch.uint8)
     fill = Fill(buffer)
     pool = stage(3)
-    pool.add(fill, payload, 10, 950)
+    pool.add(fill, payload, 10, 950, lambda: None)
     pool.submit(fill, lambda: None)
     assert fill.wait(20)
     assert fill.error is None
@@ -164,7 +164,7 @@ def test_neighbours_are_read_by_one_job(stage, monkeypatch, deferred, random_ten
     fill = Fill(buffer)
     pool = stage(4)
     for i, payload in enumerate(small):
-        pool.add(fill, payload, 5 * i, 5)
+        pool.add(fill, payload, 5 * i, 5, lambda: None)
     assert len(cut_regions(fill.segments)) == 1
     pool.submit(fill, lambda: None)
     assert fill.wait(20)
@@ -214,13 +214,13 @@ def test_what_a_read_raises_is_kept_and_the_others_go_on(
     payload = deferred(random_tensor(torch.uint8, (50,)), fail)
     fill = Fill(torch.zeros(50, dtype=torch.uint8))
     pool = stage(2)
-    pool.add(fill, payload, 0, 50)
+    pool.add(fill, payload, 0, 50, lambda: None)
     pool.submit(fill, lambda: None)
     assert fill.wait(20)
     assert str(fill.error) == "bad sector"
     assert len(payload.parts) == 5
     healthy = Fill(torch.zeros(50, dtype=torch.uint8))
-    pool.add(healthy, deferred(random_tensor(torch.uint8, (50,))), 0, 50)
+    pool.add(healthy, deferred(random_tensor(torch.uint8, (50,))), 0, 50, lambda: None)
     pool.submit(healthy, lambda: None)
     assert healthy.wait(20)
     assert healthy.error is None
@@ -234,7 +234,7 @@ def test_a_guard_stops_reads_before_they_begin(stage, deferred, random_tensor):
 
     fill = Fill(torch.zeros(50, dtype=torch.uint8))
     pool = stage(2)
-    pool.add(fill, payload, 0, 50)
+    pool.add(fill, payload, 0, 50, lambda: None)
     pool.submit(fill, guard)
     assert fill.wait(20)
     assert str(fill.error) == "over"
@@ -245,7 +245,7 @@ def test_empty_payloads_are_not_read(stage, deferred):
     payload = deferred(torch.zeros(0, 3))
     fill = Fill(torch.zeros(0, dtype=torch.uint8))
     pool = stage(1)
-    pool.add(fill, payload, 0, 0)
+    pool.add(fill, payload, 0, 0, lambda: None)
     pool.submit(fill, lambda: None)
     assert fill.wait(0)
     assert payload.parts == []
@@ -256,7 +256,7 @@ def test_waiting_ends_at_its_timeout(stage, deferred, random_tensor):
     payload = deferred(random_tensor(torch.uint8, (5,)), lambda start, stop: release.wait(20))
     fill = Fill(torch.zeros(5, dtype=torch.uint8))
     pool = stage(1)
-    pool.add(fill, payload, 0, 5)
+    pool.add(fill, payload, 0, 5, lambda: None)
     pool.submit(fill, lambda: None)
     started = time.monotonic()
     assert not fill.wait(0.1)

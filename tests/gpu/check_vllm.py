@@ -167,7 +167,7 @@ class Model:
         self.first, self.second = work / f"{size}-7", work / f"{size}-8"
         for folder, seed in ((self.first, "7"), (self.second, "8")):
             make(arguments, folder, size, seed)
-        share = {"8b": "0.2", "0.6b": "0.1", "fp8": "0.1", "moe": "0.06"}[name]
+        share = {"8b": "0.3", "0.6b": "0.1", "fp8": "0.1", "moe": "0.06"}[name]
         extra = ["--gpu-memory-utilization", share]
         extra += ["--quantization", "fp8"] if name == "fp8" else []
         backends = arguments.backends.split(",")
