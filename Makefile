@@ -8,9 +8,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(PIP) install -qq
 UNIT := -n auto --ignore=tests/interop --ignore=tests/gpu
 # What goes through all that is installed: entry points, every command, pushes to a server.
-WHEEL := tests/cli tests/test_registry.py
+WHEEL := tests/cli $(wildcard tests/test_registry*.py)
 
-.PHONY: help demo test setup lint types unit wheel vllm interop clean
+.PHONY: help demo test setup lint types unit wheel plugin-example vllm interop clean
 
 help:
 	@echo 'make demo     push made-up weights to a server on this machine, and check every byte'
@@ -19,6 +19,8 @@ help:
 	@echo 'make types    mypy'
 	@echo 'make unit     the tests that need no other server than our own'
 	@echo 'make wheel    the command line, plugins and demo from the built wheel, without the sources'
+	@echo 'make plugin-example'
+	@echo '              build, install and test the example of a plugin (15 seconds)'
 	@echo 'make vllm     install vLLM for the CPU into .vllm (2 minutes)'
 	@echo 'make interop  the tests against real vLLM servers (4 minutes)'
 	@echo 'make clean    remove all that was installed and built'
@@ -27,7 +29,7 @@ demo: .venv/serve.stamp
 	@$(BIN)/streamer demo
 
 test:
-	@MAKE='$(MAKE)' scripts/run_steps.sh setup lint types unit wheel vllm interop
+	@MAKE='$(MAKE)' scripts/run_steps.sh setup lint types unit wheel plugin-example vllm interop
 
 setup: .venv/dev.stamp
 
@@ -43,6 +45,9 @@ unit: .venv/dev.stamp
 
 wheel: .venv/dev.stamp
 	scripts/test_wheel.sh $(CURDIR)/$(BIN)/python -n auto $(WHEEL)
+
+plugin-example: .venv/dev.stamp
+	scripts/test_plugin_example.sh $(CURDIR)/$(BIN)/python
 
 vllm: .vllm/streamer.stamp
 

@@ -33,9 +33,9 @@ for step in "$@"; do
         failed=1
         echo "${outcome[$step]}: $step"
     fi
-    rows+=("$(printf '%-10s %-8s %5d s' "$step" "${outcome[$step]}" $((SECONDS - started)))")
+    rows+=("$(printf '%-14s %-8s %5d s' "$step" "${outcome[$step]}" $((SECONDS - started)))")
 done
-printf '\n%-10s %-8s %7s\n' step result time
+printf '\n%-14s %-8s %7s\n' step result time
 printf '%s\n' "${rows[@]}"
-printf '%-19s %5d s\n' total "$SECONDS"
+printf '%-23s %5d s\n' total "$SECONDS"
 exit $failed

@@ -19,6 +19,7 @@ from streamer.hookspecs import PROJECT, SourceFactory
 from streamer.source import WeightSource
 
 ENTRY_POINT_GROUP = "streamer"
+IN_PROCESS = "in-process"
 PATH_SCHEME = "safetensors"
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -63,6 +64,7 @@ class Registry:
 
     def __post_init__(self) -> None:
         self._manager = self._new_manager()
+        self._distributions: dict[str, str] = {}
 
     def load_entry_points(
         self, entry_points: Iterable[importlib.metadata.EntryPoint] | None = None
@@ -82,22 +84,36 @@ class Registry:
                 self._add_or_set_aside(plugin, point.name, distribution)
 
     def add(
-        self, plugin: object, name: str | None = None, distribution: str = "in-process"
+        self,
+        plugin: object,
+        name: str | None = None,
+        distribution: str = IN_PROCESS,
+        *,
+        replace: bool = False,
     ) -> None:
-        """Register a plugin of this process: a module, an instance, or a class's instance.
+        """Register a plugin of this process: a module, or an instance whose methods are hooks.
 
-        Raises `PluginError` if it is broken or its name or one of its schemes is taken.
+        ``name`` is the module's or the class's, if not given. ``replace`` puts it in the place of
+        the in-process plugin of that name, if there is one; sources that are open stay as they are.
+        Raises `PluginError`, and changes nothing, if it is broken or its name or one of its schemes
+        is taken.
         """
         name = name or getattr(plugin, "__name__", None) or type(plugin).__name__
+        where = f"plugin {name} ({distribution})"
         if inspect.isclass(plugin):
+            raise PluginError(f"{where}: it is a class: register a module or an instance of it")
+        holder = self._distributions.get(name)
+        if holder is not None and not (replace and holder == distribution == IN_PROCESS):
+            remedy = "pass replace=True to exchange it" if holder == IN_PROCESS else "rename it"
             raise PluginError(
-                f"plugin {name} ({distribution}) is a class: register a module or an instance of it"
+                f"{where}: a plugin of this name is registered already, by {holder}: {remedy}"
             )
-        if self._manager.has_plugin(name):
-            raise PluginError(f"plugin {name} ({distribution}) is registered already")
         entries = self._ask(plugin, name, distribution)
+        if holder is not None:
+            self._manager.unregister(name=name)
         self._manager.register(plugin, name=name)
-        self.entries.update(entries)
+        self._distributions[name] = distribution
+        self.entries = {**self._entries_of_others(name), **entries}
 
     def call_on_event(self, event: object) -> list[Exception]:
         """Give ``event`` to every plugin in turn; return what they raised."""
@@ -188,6 +204,7 @@ class Registry:
     def _ask(self, plugin: object, name: str, distribution: str) -> dict[str, SourceEntry]:
         """What ``plugin`` registers, on a manager of its own so that a failure leaves nothing."""
         fresh: dict[str, SourceEntry] = {}
+        others = self._entries_of_others(name)
 
         def register(
             scheme: str,
@@ -198,7 +215,7 @@ class Registry:
         ) -> None:
             if not _SCHEME.fullmatch(scheme):
                 raise PluginError(f"scheme {scheme!r} must match {_SCHEME.pattern}")
-            taken = fresh.get(scheme) or self.entries.get(scheme)
+            taken = fresh.get(scheme) or others.get(scheme)
             if taken:
                 raise PluginError(
                     f"scheme {scheme}:// is taken by plugin {taken.plugin} ({taken.distribution})"
@@ -212,8 +229,11 @@ class Registry:
                 raise PluginError(
                     "it implements no hook: mark its functions with streamer.hookimpl"
                 )
-            if any(other is plugin for other in self._manager.get_plugins()):
-                raise PluginError("it is registered already under another name")
+            other = self._manager.get_name(plugin)
+            if other is not None and other != name:
+                raise PluginError(
+                    f"it is registered already, as {other} ({self._distributions[other]})"
+                )
             manager.check_pending()
             manager.hook.streamer_register_sources(register=register)
         except PluginError as error:
@@ -223,6 +243,9 @@ class Registry:
                 f"plugin {name} ({distribution}): {type(error).__name__}: {_one_line(error)}"
             ) from error
         return fresh
+
+    def _entries_of_others(self, name: str) -> dict[str, SourceEntry]:
+        return {scheme: entry for scheme, entry in self.entries.items() if entry.plugin != name}
 
     def _add_or_set_aside(self, plugin: object, name: str, distribution: str) -> None:
         try:
@@ -287,6 +310,10 @@ def open_source(source: object, *, scheme: str | None = None, **options: Any) ->
     return default_registry().open(source, scheme=scheme, **options)
 
 
-def register_plugin(plugin: object, name: str | None = None) -> None:
-    """Register a plugin without packaging it, as in a notebook. See `Registry.add`."""
-    default_registry().add(plugin, name)
+def register_plugin(plugin: object, name: str | None = None, *, replace: bool = False) -> None:
+    """Register a plugin without packaging it, as in a notebook.
+
+    ``plugin`` is a module, or an instance whose methods are hooks; with ``replace`` the cell that
+    registers it can be run again. See `Registry.add`.
+    """
+    default_registry().add(plugin, name, replace=replace)

@@ -1,7 +1,8 @@
 """Objects of the shape of vLLM's own ``WeightSource``: taken as they are, without importing vLLM.
 
-In 0.32 ``metadata()`` is a method and iterating gives the pairs; in 0.33 ``metadata`` is a property
-and ``iter_full()`` gives them. An entry of the metadata has a name, a dtype and a shape.
+In 0.32 ``metadata()`` is a method and iterating gives the pairs; in 0.33 ``metadata`` is a cached
+property and ``iter_full()`` gives them. An entry of the metadata has a name, a dtype, a shape, and
+in 0.33 the ranks that own it. With ``placements``, what 0.32 iterates over are a rank's pieces.
 """
 
 from __future__ import annotations
@@ -43,8 +44,13 @@ class VllmSource(WeightSource):
         specs = self.specs()
         check_names((spec.name, spec.name) for spec in specs)
         held: Collection[str] | None = getattr(source, "held_names", lambda: None)()
+        full = _has(source, "iter_full")
         for spec, entry in zip(specs, self._metadata(), strict=True):
             owners = getattr(entry, "owners", None)
+            if not full and getattr(entry, "placements", None) is not None:
+                raise SourceError(
+                    f"{spec.name} comes in pieces, one of each rank: push the module that has it"
+                )
             if (held is not None and spec.name not in held) or (
                 owners is not None and 0 not in owners
             ):
