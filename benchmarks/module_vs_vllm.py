@@ -3,8 +3,9 @@
     python benchmarks/module_vs_vllm.py --url http://127.0.0.1:8000 --checkpoint FOLDER
 
 Needs vLLM importable on the trainer's side, for the rival only. Seconds are medians of connected
-syncs: from ``/start_weight_update`` to the end of ``/finish_weight_update`` for the rival, the
-whole of ``Session.push`` for streamer (it pauses, marks and resumes as well).
+syncs, from ``/pause`` to the end of ``/resume`` for both: whoever uses the rival must call these,
+as a completion during an update kills the server. streamer marks the server as incomplete and
+resets its prefix cache as well.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import requests
 import torch
 from safetensors.torch import load_file
 
@@ -84,7 +86,9 @@ def rival(
     seconds = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
+        requests.post(f"{url}/pause?mode=keep", timeout=60).raise_for_status()
         engine.send_weights()
+        requests.post(f"{url}/resume", timeout=60).raise_for_status()
         seconds.append(time.perf_counter() - started)
     client.shutdown_weight_transfer_engine()
     engine.shutdown()

@@ -13,6 +13,7 @@ from streamer.exceptions import (
     IncompatibleServer,
     PlanError,
     PluginError,
+    RankError,
     ServerError,
     ServerRefused,
     ServerUnreachable,
@@ -21,10 +22,12 @@ from streamer.exceptions import (
     StreamerError,
     TransportError,
     UsageError,
+    VerificationError,
 )
 from streamer.hookspecs import hookimpl
 from streamer.options import ConnectOptions
 from streamer.plan import Plan, make_plan
+from streamer.ranks import Ranks
 from streamer.registry import open_source, register_plugin
 from streamer.report import Report
 from streamer.session import Session, connect, push
@@ -42,6 +45,8 @@ __all__ = [
     "Plan",
     "PlanError",
     "PluginError",
+    "RankError",
+    "Ranks",
     "Report",
     "ServerError",
     "ServerRefused",
@@ -55,6 +60,7 @@ __all__ = [
     "Trace",
     "TransportError",
     "UsageError",
+    "VerificationError",
     "WeightSource",
     "cast",
     "connect",

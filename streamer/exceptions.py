@@ -10,7 +10,9 @@
     │   ├── ServerUnreachable   no connection, or it broke before an answer
     │   ├── ServerRefused       an answer, and it says no
     │   └── IncompatibleServer  a version, mode or configuration that cannot work
+    ├── RankError               another rank of a trainer failed, or did not come
     ├── TransportError          the data plane failed: rendezvous, broadcast, a dead peer
+    ├── VerificationError       what arrived is not what was sent
     └── DeadlineExceeded        a wait ended at its deadline
 
 A message is one line that names the thing (server, phase, tensor, file, both values) and the
@@ -77,9 +79,27 @@ class IncompatibleServer(ServerError):
     """A server whose version, mode or configuration cannot work with this client."""
 
 
+class RankError(StreamerError):
+    """Another rank of the trainer failed, or did not come. ``rank`` is its number in the group,
+    None if it is not known."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class TransportError(StreamerError):
     """The data plane failed: rendezvous, broadcast, or a peer that died."""
 
 
+class VerificationError(StreamerError):
+    """What arrived at a worker is not what was sent, or nobody can say that it is."""
+
+
 class DeadlineExceeded(StreamerError):
     """A wait ended at its deadline."""
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an error of any library, as part of a message."""
+    return " ".join(str(error).split())

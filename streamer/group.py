@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
-import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -13,26 +12,31 @@ import torch
 
 from streamer.broadcast.broadcaster import Broadcaster
 from streamer.broadcast.stream import ChunkStream
+from streamer.digest import StreamDigest
 from streamer.drivers.base import Driver, JoinInfo, ServerInfo
 from streamer.exceptions import (
     DeadlineExceeded,
     IncompatibleServer,
     ServerError,
-    ServerUnreachable,
     StreamerError,
     TransportError,
 )
+from streamer.gpus import refuse_if_nccl_says_so, refuse_own_gpu
+from streamer.network import address_towards, check_address
 from streamer.options import Options
-from streamer.plan import Plan
+from streamer.plan import Call, Plan
 from streamer.source import Payload
 from streamer.timeouts import Clock
 from streamer.transport.base import Transport
 from streamer.transport.gloo import GlooTransport
 from streamer.transport.lifeline import Lifeline
 from streamer.transport.nccl import NcclTransport
+from streamer.verify import Member, Sent, compare
 
 _ANSWER_SECONDS = 2.0
 """When the data plane breaks, how long a server is given to say why."""
+_UNTAKEN_SECONDS = 5.0
+"""How long bytes may be on their way that every server says it has received."""
 
 
 class Group:
@@ -51,13 +55,19 @@ class Group:
         self._pool = pool
         self.world_size = 1 + sum(server.world_size for server in servers)
         self.flowing = False
+        self.sent: Sent | None = None
+        self.verify_seconds = 0.0
+        self._verify = options.verify
+        self._verified = 0  # calls so far
+        self._members: list[Member] = []
         self.lifeline: Lifeline | None = None
         self.transport = self._make_transport(servers, options)
         self.broadcaster: Broadcaster | None = None
         try:
             self._join(servers, options)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            refuse_if_nccl_says_so(error, self.transport.device)
             raise
 
     def _make_transport(self, servers: Sequence[ServerInfo], options: Options) -> Transport:
@@ -71,10 +81,16 @@ class Group:
                 f"servers of one group must have one backend and one kind of device ({kinds}): "
                 "push to them separately"
             )
+        device = torch.device("cpu")
+        if devices != {"cpu"}:
+            device = options.device or torch.device("cuda", _current_device())
+            refuse_own_gpu(servers, device)
         if backends == {"streamer"}:
-            address = options.address or _address_towards([server.url for server in servers])
-            self.lifeline = Lifeline.host(address)
-        if devices == {"cpu"}:
+            urls = [server.url for server in servers]
+            if options.address is not None:
+                check_address(options.address, urls)
+            self.lifeline = Lifeline.host(options.address or address_towards(urls), options.port)
+        if device.type == "cpu":
             if self.lifeline is None:
                 raise IncompatibleServer(
                     f"{servers[0].url}: vLLM's own nccl engine cannot receive on a CPU; install "
@@ -82,7 +98,6 @@ class Group:
                     '\'{"backend": "streamer"}\''
                 )
             return GlooTransport(self.lifeline, 0, self.world_size)
-        device = options.device or torch.device("cuda", _current_device())
         return NcclTransport(device, 0, self.world_size)
 
     def _join(self, servers: Sequence[ServerInfo], options: Options) -> None:
@@ -102,7 +117,9 @@ class Group:
                 options.num_buffers,
             )
             calls.append(partial(driver.join, info))
-            ranks.append(range(offset, offset + server.world_size))
+            mine = range(offset, offset + server.world_size)
+            ranks.append(mine)
+            self._members += [Member(server.url, rank - offset, rank) for rank in mine]
             offset += server.world_size
         with self._beside("the join", calls, self._clock.connect), options.trace.span("rendezvous"):
             self.transport.connect(self._clock.connect)
@@ -124,47 +141,102 @@ class Group:
         begin: Callable[[], object],
         on_progress: Callable[[int], None],
         check: Callable[[], None],
+        *,
+        lasting: bool,
     ) -> None:
         """Run ``begin()``, then every call of ``plan``, while this thread reads ``payloads``.
 
-        `flowing` tells afterwards whether any worker may have received something. If the source
-        was what failed, the group is whole; if its transport was aborted, it is dead.
+        `flowing` tells afterwards whether any worker may have received something, and `sent` what
+        was sent if that is to be verified; `verify_seconds` is what that has cost, on the rank
+        where it took longest. If the source was what failed, the group is whole; if its transport
+        was aborted, it is dead.
         """
         assert self.broadcaster is not None
-        self.flowing = False
+        self.flowing, self.sent, self.verify_seconds = False, None, 0.0
+        digests: list[str] = []
 
         def conduct(stream: ChunkStream) -> None:
             begin()
-            for call in plan.calls:
+            for number, call in enumerate(plan.calls, start=1):
                 if stream.failure is not None:
                     return
                 self.flowing = True
-                updates = [partial(driver.update, call) for driver in self._drivers]
-                with self._beside("the update", updates, self._clock.timeouts.progress):
-                    stream.send(call)
+                if self._verify:
+                    what = f"call {number} of {len(plan.calls)}"
+                    digests.append(self._send_verified(stream, call, what))
+                else:
+                    self._send(stream, call)
+            if self._verify:
+                self.sent = Sent(plan.calls, tuple(digests))
 
-        self.broadcaster.sync(plan, payloads, conduct, on_progress=on_progress, check=check)
+        self.broadcaster.sync(
+            plan, payloads, conduct, lasting=lasting, on_progress=on_progress, check=check
+        )
+
+    def _send(self, stream: ChunkStream, call: Call, verify: int | None = None) -> None:
+        updates = [partial(driver.update, call, verify) for driver in self._drivers]
+        patience = self._clock.timeouts.progress
+        with self._beside("the update", updates, patience, untaken=_UNTAKEN_SECONDS):
+            stream.send(call)
+            # Also on the device: what follows must not find a kernel that waits for a worker.
+            self.transport.wait(patience)
+
+    def _send_verified(self, stream: ChunkStream, call: Call, what: str) -> str:
+        """Send ``call`` and return its digest, once every worker that tells one got the same.
+
+        Filler is not compared: it may change while it is sent, and the sync has failed.
+        """
+        digest = self.transport.digest = StreamDigest(self.transport.device)
+        self._verified += 1
+        try:
+            self._send(stream, call, self._verified if self.lifeline is not None else None)
+        finally:
+            self.transport.digest = None
+        sent, seconds = digest.hexdigest(), digest.seconds
+        if self.lifeline is not None and stream.failure is None:
+            reported = self.lifeline.reported
+            slowest = compare(what, sent, self._verified, self._members, reported)
+            seconds = max(seconds, slowest)
+        self.verify_seconds += seconds
+        return sent
 
     @contextlib.contextmanager
     def _beside(
-        self, what: str, calls: Sequence[Callable[[], None]], patience: float
+        self,
+        what: str,
+        calls: Sequence[Callable[[], None]],
+        patience: float,
+        untaken: float | None = None,
     ) -> Iterator[None]:
         """Run ``calls``, one a driver, beside the block: whichever side fails first ends the other.
 
         A call that fails aborts the transport, which ends the block; its error is the one raised.
         When the block fails, the calls get a moment to say why, and are then cancelled. After the
-        block they have ``patience`` seconds to answer.
+        block they have ``patience`` seconds to answer. Once all have answered, the block has
+        ``untaken`` seconds if that is given: a server may answer without having done a thing.
         """
+        through = threading.Event()
+        futures = [self._pool.submit(call) for call in calls]
 
         def ended(future: Future[None]) -> None:
             if not future.cancelled() and future.exception() is not None:
                 self.transport.abort(f"a server failed: {future.exception()}")
 
-        futures = [self._pool.submit(call) for call in calls]
+        def doubt() -> None:
+            wait(futures)
+            if not through.wait(untaken):
+                self.transport.abort(
+                    f"every server has answered {what}, but {untaken:g} s later their workers have "
+                    "not taken all bytes: look for NCCL or Gloo errors in the servers' logs"
+                )
+
         for future in futures:
             future.add_done_callback(ended)
+        if untaken is not None:
+            threading.Thread(target=doubt, name="streamer-doubt", daemon=True).start()
         try:
             yield
+            through.set()
             late = wait(futures, patience).not_done
             if late:
                 urls = [
@@ -177,6 +249,7 @@ class Group:
                     "broadcast group was through"
                 )
         except BaseException as error:
+            through.set()
             self.transport.abort("the trainer gave up")
             if isinstance(error, TransportError | DeadlineExceeded):
                 wait(futures, _ANSWER_SECONDS)
@@ -220,26 +293,3 @@ def _current_device() -> int:
             "on the trainer's side too"
         )
     return torch.cuda.current_device()
-
-
-def _address_towards(urls: Sequence[str]) -> str:
-    """The address of this host that the servers' hosts reach it at.
-
-    Loopback only if every server is on this host.
-    """
-    addresses = [_local_address(url) for url in urls]
-    remote = [item for item in addresses if not ipaddress.ip_address(item).is_loopback]
-    return (remote or addresses)[0]
-
-
-def _local_address(url: str) -> str:
-    from urllib.parse import urlsplit
-
-    parts = urlsplit(url)
-    try:
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        with socket.create_connection((parts.hostname or "", port), timeout=5) as probe:
-            address: str = probe.getsockname()[0]
-            return address
-    except OSError as error:
-        raise ServerUnreachable(f"{url}: {error.strerror or error}; is the server up?") from error

@@ -46,6 +46,7 @@ class Interrupts:
             if payload is None:
                 return
             yield payload
+            del payload  # borrowed until now
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again, self._pending = self._pending is not None, number

@@ -38,12 +38,16 @@ class ConnectOptions(TypedDict, total=False):
     """The CUDA device that sends; the current one by default."""
     address: str | None
     """This host's address as the workers reach it; found by asking the routing table."""
+    port: int
+    """Port here that workers of our own engine join at; 0 (default) takes a free one."""
     headers: Mapping[str, str]
     """HTTP headers for every call, ``Authorization`` for one. Never logged."""
-    verify: bool | str
-    """TLS verification, or the path of a CA bundle."""
+    ca_bundle: str | None
+    """Path of the certificates (PEM) to trust for https, in place of the usual ones."""
     trust_env: bool
     """Whether proxies of the environment apply to the servers; False."""
+    verify: bool
+    """Prove after each push that what was sent has arrived; False. See docs/verify.md."""
     trace: Trace
     """Records a timeline while ``trace.enabled``."""
     on_event: Callable[[Event], None] | None
@@ -63,9 +67,11 @@ class Options:
     timeouts: Timeouts = field(default_factory=Timeouts)
     device: torch.device | None = None
     address: str | None = None
+    port: int = 0
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    verify: bool | str = True
+    ca_bundle: str | None = None
     trust_env: bool = False
+    verify: bool = False
     trace: Trace = field(default_factory=Trace)
     on_event: Callable[[Event], None] | None = None
 
@@ -83,6 +89,8 @@ class Options:
         for name in ("buffer_size", "num_buffers", "threads"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.port not in range(1 << 16):
+            raise UsageError(f"port must be a number from 0 to 65535, not {self.port}")
 
 
 def _one_of(name: str, value: str, values: Sequence[str]) -> None:

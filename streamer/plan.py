@@ -27,7 +27,7 @@ from streamer.source import TensorSpec
 
 MIB = 1 << 20
 DEFAULT_BUFFER_SIZE = 256 * MIB
-DEFAULT_CALL_SIZE = 8 << 30
+DEFAULT_CALL_SIZE = 16 << 30
 """A failed call of ``/update_weights`` ends after at most this many bytes have been sent."""
 PER_TENSOR_ALIGNMENT = 256
 
@@ -81,9 +81,14 @@ class Plan:
         return [chunk for call in self.calls for chunk in call.chunks]
 
     @cached_property
+    def specs(self) -> list[TensorSpec]:
+        """What was planned, in the order of the iterator."""
+        return [spec for chunk in self.chunks for spec in chunk.specs]
+
+    @cached_property
     def tensors(self) -> int:
         """Number of tensors."""
-        return sum(len(chunk.specs) for chunk in self.chunks)
+        return len(self.specs)
 
     @cached_property
     def nbytes(self) -> int:
@@ -147,13 +152,14 @@ def _cut_packed(specs: Sequence[TensorSpec], buffer_size: int) -> Iterator[tuple
     window: list[TensorSpec] = []
     size = 0
     for spec in specs:
-        if size + spec.nbytes <= buffer_size:
+        nbytes = spec.nbytes
+        if size + nbytes <= buffer_size:
             window.append(spec)
-            size += spec.nbytes
+            size += nbytes
             continue
         if size % spec.dtype.itemsize:
             yield _packed_chunk(window, None), True
-            window, size = [spec], spec.nbytes
+            window, size = [spec], nbytes
             if size <= buffer_size:
                 continue
             yield _packed_chunk([], spec), False
@@ -184,13 +190,14 @@ def _cut_per_tensor(specs: Sequence[TensorSpec], buffer_size: int) -> Iterator[t
     offsets: list[int] = []
     position = 0
     for spec in specs:
+        nbytes = spec.nbytes
         start = -(-position // PER_TENSOR_ALIGNMENT) * PER_TENSOR_ALIGNMENT
-        if window and start + spec.nbytes > buffer_size:
+        if window and start + nbytes > buffer_size:
             yield Chunk(tuple(window), tuple(range(len(window))), tuple(offsets), position), False
             window, offsets, start = [], [], 0
         window.append(spec)
         offsets.append(start)
-        position = start + spec.nbytes
+        position = start + nbytes
     if window:
         yield Chunk(tuple(window), tuple(range(len(window))), tuple(offsets), position), True
 

@@ -13,6 +13,8 @@ class Seconds:
     ``open``: opening and checking the source. ``connect``: asking the servers, rendezvous and
     warm-up; 0 when the session was connected already. ``update``: from pause to the last byte
     received. ``finish``: from there until the servers answer requests again. ``total``: all of it.
+    ``verify`` is no phase of its own: what proving the arrival has cost in them, on the rank or
+    the server where it took longest.
     """
 
     open: float
@@ -20,15 +22,23 @@ class Seconds:
     update: float
     finish: float
     total: float
+    verify: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
-    """One server that took part."""
+    """One server that took part.
+
+    ``verified``: how the arrival was proven, None if that was not asked. ``digest``: every worker
+    has received exactly what was sent. ``changed``: the checksums of a server that cannot tell more
+    are others than before. ``not proven``: they are the same, which they also are if the same
+    weights were sent.
+    """
 
     url: str
     world_size: int
     version: str
+    verified: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,16 @@ from streamer.drivers.base import Driver, ServerInfo
 from streamer.drivers.http import HttpClient
 from streamer.drivers.vllm import INCOMPLETE, VllmDriver
 from streamer.events import ChunkSent, Event, SyncFailed, SyncFinished, SyncStarted
-from streamer.exceptions import SourceError, StreamerError, UsageError
+from streamer.exceptions import StreamerError, UsageError
+from streamer.follower import follow
 from streamer.group import Group
 from streamer.interrupts import Interrupts
 from streamer.options import ConnectOptions, Options
 from streamer.plan import Plan, make_plan
+from streamer.ranks import Leader, several_ranks
 from streamer.registry import default_registry, open_source
 from streamer.report import Report, Seconds, ServerReport
-from streamer.source import WeightSource, checked
+from streamer.source import WeightSource, checked, specs_of
 from streamer.timeouts import Clock
 
 log = logging.getLogger("streamer")
@@ -38,8 +40,8 @@ class Session:
     push reconnects.
     """
 
-    def __init__(self, to: str | Sequence[str], **options: Unpack[ConnectOptions]) -> None:
-        urls = [to] if isinstance(to, str) else list(to)
+    def __init__(self, to: str | Sequence[str] | None, **options: Unpack[ConnectOptions]) -> None:
+        urls = [to] if isinstance(to, str) else list(to or ())
         self._options = Options.parse(options)
         self._clock = Clock(self._options.timeouts)
         self._drivers: list[Driver] = [
@@ -48,24 +50,26 @@ class Session:
                     url,
                     connect_timeout=self._options.timeouts.connect,
                     headers=self._options.headers,
-                    verify=self._options.verify,
+                    ca_bundle=self._options.ca_bundle,
                     trust_env=self._options.trust_env,
                     trace=self._options.trace,
                 ),
                 clock=self._clock,
                 pause=self._options.pause,
                 backend=self._options.backend,
+                verify=self._options.verify,
             )
             for url in urls
         ]
-        if not urls or len(set(self._urls)) != len(urls):
+        if (to is not None and not urls) or len(set(self._urls)) != len(urls):
             raise UsageError(
                 f"give at least one server, and each one once: {', '.join(self._urls) or 'none'}"
             )
         self._closed = False
-        self._pool = ThreadPoolExecutor(2 * len(urls), thread_name_prefix="streamer-http")
+        self._pool = ThreadPoolExecutor(2 * len(urls) or 1, thread_name_prefix="streamer-http")
         self._interrupts = Interrupts(self._abort)
         self._group: Group | None = None
+        self._kept: Plan | None = None  # of the last push: the next one is often the same
         self._opened = 0.0
         self.servers: list[ServerInfo] = []
 
@@ -82,6 +86,9 @@ class Session:
         Without ``weight_version`` the source's own is used (a Hub commit), or one is made up.
         Servers that all say they serve the source's own version already are left alone, unless
         ``force``; the report then counts 0 tensors.
+
+        A source with ``ranks`` is pushed by all of them at the same time. Those that do not send
+        contact no server, and return the sender's report. If one fails, all raise.
         """
         if self._closed:
             raise UsageError("the session is closed: connect again")
@@ -93,19 +100,16 @@ class Session:
         try:
             with trace.span("open source"):
                 opened = open_source(source)
-            with trace.span("plan"):
-                plan = self._plan(opened)
-            self._opened = time.monotonic()
-            joined = self._group is not None and all(self._each(lambda driver: driver.is_ours()))
-            if not joined:
-                self._probe()
-            version = weight_version or opened.weight_version
-            _check_version(version)
-            if version is None:
-                version = f"streamer-{uuid.uuid4().hex[:12]}"
-            elif weight_version is None and not force and self._all_serve(version):
-                return self._report(None, version, started, [time.monotonic()] * 3)
-            return self._push(plan, opened, version, started, joined=joined)
+            if opened.ranks is not None and not opened.ranks.sends:
+                return self._follow(opened)
+            with Leader(opened, self._clock) as leader:
+                with trace.span("plan"):
+                    plan = self._plan(opened)
+                    leader.begin(plan)
+                self._opened = time.monotonic()
+                report = self._lead(plan, opened, weight_version, force, started, leader)
+                leader.finish(report)
+                return report
         except BaseException as error:
             self._tell(SyncFailed(error))
             raise
@@ -114,23 +118,42 @@ class Session:
             if opened is not None and opened is not source:
                 opened.close()
 
-    def _plan(self, source: WeightSource) -> Plan:
-        try:
-            specs = source.specs()
-        except StreamerError:
-            raise
-        except Exception as error:
-            raise SourceError(
-                f"the source's specs() failed: {type(error).__name__}: {error}"
-            ) from error
-        plan = make_plan(specs, packed=self._options.packed, buffer_size=self._options.buffer_size)
-        if not plan.tensors:
-            raise StreamerError("the source has no tensors: nothing to send")
-        return plan
+    def _follow(self, source: WeightSource) -> Report:
+        with self._interrupts:
+            report = follow(source, self._clock, self._interrupts.check)
+        self._tell(SyncFinished(report))
+        return report
 
-    def _push(
-        self, plan: Plan, source: WeightSource, version: str, started: float, *, joined: bool
+    def _plan(self, source: WeightSource) -> Plan:
+        if not self._drivers:
+            raise UsageError("this process sends, and needs a server: give its URL, not None")
+        specs = list(specs_of(source))
+        if not specs:
+            raise StreamerError("the source has no tensors: nothing to send")
+        if self._kept is None or self._kept.specs != specs:
+            self._kept = make_plan(
+                specs, packed=self._options.packed, buffer_size=self._options.buffer_size
+            )
+        return self._kept
+
+    def _lead(
+        self,
+        plan: Plan,
+        source: WeightSource,
+        weight_version: str | None,
+        force: bool,
+        started: float,
+        leader: Leader,
     ) -> Report:
+        joined = self._group is not None and all(self._each(lambda driver: driver.is_ours()))
+        if not joined:
+            self._probe()
+        version = weight_version or source.weight_version
+        _check_version(version)
+        if version is None:
+            version = f"streamer-{uuid.uuid4().hex[:12]}"
+        elif weight_version is None and not force and self._all_serve(version):
+            return self._report(None, version, started, [time.monotonic()] * 3)
         for driver in self._drivers:
             driver.check(plan)
         if not joined:
@@ -139,10 +162,12 @@ class Session:
         self._tell(SyncStarted(plan.tensors, plan.nbytes, len(plan.chunks), self._urls))
         with self._interrupts:
             try:
-                self._update(plan, source, version)
+                self._update(plan, source, version, leader)
                 updated = time.monotonic()
-                self._each(lambda driver: driver.commit(version))
+                sent = self._group.sent if self._group is not None else None
+                self._each(lambda driver: driver.commit(version, sent))
             except BaseException as error:
+                leader.fail(error)
                 self._give_up(error)
                 raise
         return self._report(plan, version, started, [connected, updated, time.monotonic()])
@@ -165,15 +190,22 @@ class Session:
                 update=updated - connected,
                 finish=finished - updated,
                 total=finished - started,
+                verify=self._verify_seconds() if plan else 0.0,
             ),
             weight_version=version,
             servers=tuple(
-                ServerReport(server.url, server.world_size, server.version)
-                for server in self.servers
+                ServerReport(
+                    server.url, server.world_size, server.version, driver.verified if plan else None
+                )
+                for driver, server in zip(self._drivers, self.servers, strict=True)
             ),
         )
         self._tell(SyncFinished(report))
         return report
+
+    def _verify_seconds(self) -> float:
+        group = self._group.verify_seconds if self._group is not None else 0.0
+        return group + max(driver.verify_seconds for driver in self._drivers)
 
     def join(self) -> None:
         """Make every worker join a fresh broadcast group. Done by a push if need be."""
@@ -187,9 +219,9 @@ class Session:
         self._leave()
         self._group = Group(self._drivers, self.servers, self._options, self._clock, self._pool)
 
-    def _update(self, plan: Plan, source: WeightSource, version: str) -> None:
+    def _update(self, plan: Plan, source: WeightSource, version: str, leader: Leader) -> None:
         assert self._group is not None
-        payloads = checked(source, [spec for chunk in plan.chunks for spec in chunk.specs])
+        payloads = checked(source, plan.specs)
 
         def on_progress(nbytes: int) -> None:
             self._tell(ChunkSent(min(nbytes, plan.nbytes), plan.nbytes))
@@ -197,14 +229,18 @@ class Session:
         def check() -> None:
             self._interrupts.check()
             self._clock.check()
+            leader.check()
 
+        # No signal breaks into a collective that other ranks are in.
+        within = self._interrupts.within if source.ranks is None else leader.within
         with contextlib.closing(payloads):
             self._group.sync(
                 plan,
-                self._interrupts.within(payloads),
+                within(payloads),
                 lambda: self._each(lambda driver: driver.begin(version)),
                 on_progress,
                 check,
+                lasting=source.lasting,
             )
 
     def _give_up(self, error: BaseException) -> None:
@@ -318,15 +354,17 @@ def _check_version(version: object) -> None:
         raise UsageError(f"a weight version must not start with {INCOMPLETE}: that marks failures")
 
 
-def connect(to: str | Sequence[str], **options: Unpack[ConnectOptions]) -> Session:
+def connect(to: str | Sequence[str] | None, **options: Unpack[ConnectOptions]) -> Session:
     """Connect to the server at ``to``, or to several as one group, for any number of pushes.
 
     Asks each server what it is and has its workers join the broadcast group. Raises `ServerError`
-    or `TransportError` if that fails; see `ConnectOptions`.
+    or `TransportError` if that fails; see `ConnectOptions`. In a trainer of several ranks this is
+    left to the first push, whose source says which rank sends; ``to`` may be None on the others.
     """
     session = Session(to, **options)
     try:
-        session.join()
+        if to is not None and not several_ranks():
+            session.join()
     except BaseException:
         session.close()
         raise
@@ -335,7 +373,7 @@ def connect(to: str | Sequence[str], **options: Unpack[ConnectOptions]) -> Sessi
 
 def push(
     source: object,
-    to: str | Sequence[str],
+    to: str | Sequence[str] | None,
     *,
     weight_version: str | None = None,
     force: bool = False,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from streamer.exceptions import SourceError, SpecMismatch, StreamerError
+from streamer.exceptions import SourceError, SpecMismatch, StreamerError, one_line
+from streamer.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,16 @@ class WeightSource(ABC):
       that stream is made to wait for the copy out of it before the iterator is advanced;
     - a `DeferredTensor`.
 
-    On a trainer of many ranks every rank iterates, in the same order, because producing a tensor
-    may be a collective; only rank 0 sends.
+    Where producing a tensor is a collective, ``ranks`` says which ranks iterate, all in the same
+    order; only rank 0 of them sends.
     """
+
+    ranks: Ranks | None = None
+    """The ranks that must all push this source, if one alone cannot produce it."""
+
+    lasting: bool = False
+    """Whether the source writes over no tensor that it has yielded, as long as somebody holds it:
+    then many small ones on a GPU are copied at once, where they are still there."""
 
     weight_version: str | None = None
     """What these weights are called on the server, if the caller does not say (a Hub commit)."""
@@ -89,8 +97,28 @@ class WeightSource(ABC):
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[str, Payload]]: ...
 
+    def catch_up(self, stop: int | None) -> None:  # noqa: B027  (most sources have no ranks)
+        """Produce and discard what other ranks will wait for, up to tensor number ``stop``.
+
+        Called where a push fails on a source with ``ranks``, when its iterator may be closed: this
+        rank still comes to every collective that it has agreed to, and that its iterator has not
+        been through. None means the end of the source.
+        """
+
     def close(self) -> None:  # noqa: B027  (most sources have nothing to release)
         """Release files and connections. Called once by whoever opened the source."""
+
+
+def specs_of(source: WeightSource) -> Sequence[TensorSpec]:
+    """``source.specs()``. An exception that is not one of ours becomes a `SourceError`."""
+    try:
+        return source.specs()
+    except StreamerError:
+        raise
+    except Exception as error:
+        raise SourceError(
+            f"the source's specs() failed: {type(error).__name__}: {one_line(error)}"
+        ) from error
 
 
 def checked(source: WeightSource, specs: Sequence[TensorSpec]) -> Generator[Payload, None, None]:
@@ -128,6 +156,8 @@ def checked(source: WeightSource, specs: Sequence[TensorSpec]) -> Generator[Payl
                 "not a torch.Tensor or a streamer.DeferredTensor"
             )
         yield payload
+        # Borrowed until now: the next one may need the memory.
+        del pair, payload
     extra = next(pairs, _END)
     if extra is not _END:
         what = extra[0] if isinstance(extra, tuple) and extra else type(extra).__name__
@@ -140,12 +170,14 @@ _END = object()
 def _named_errors(source: WeightSource, specs: Sequence[TensorSpec]) -> Iterator[object]:
     index = 0
     try:
-        for index, pair in enumerate(source, start=1):  # noqa: B007
+        for pair in source:
+            index += 1
             yield pair
+            del pair
     except (StreamerError, GeneratorExit):
         raise
     except Exception as error:
         where = specs[index].name if index < len(specs) else "the end"
         raise SourceError(
-            f"source failed at tensor {index} ({where}): {type(error).__name__}: {error}"
+            f"source failed at tensor {index} ({where}): {type(error).__name__}: {one_line(error)}"
         ) from error

@@ -18,6 +18,7 @@ import torch
 
 from streamer.exceptions import UsageError
 from streamer.payloads import cast_payload, read_tensor
+from streamer.ranks import Ranks
 from streamer.registry import open_source
 from streamer.source import Payload, TensorSpec, WeightSource, checked
 
@@ -43,7 +44,8 @@ class Transformed(WeightSource):
     The rule is asked for each spec, by `specs` and by the iterator alike, so that the two agree. It
     must say the same each time. ``check`` may raise for all specs of the source together.
     ``same_weights`` says that a server which gets the outputs holds the weights of the source, and
-    may be marked with its ``weight_version``.
+    may be marked with its ``weight_version``; ``lasting``, that the rule itself writes over no
+    tensor that it has made.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class Transformed(WeightSource):
         check: Callable[[Sequence[TensorSpec]], None] = lambda specs: None,
         *,
         same_weights: bool = False,
+        lasting: bool = True,
     ) -> None:
         self._given = isinstance(source, WeightSource)
         self._source = open_source(source)
         self._rule = rule
         self._check = check
         self._same_weights = same_weights
+        self._lasting = lasting
         try:
             self.specs()
         except BaseException:
@@ -69,6 +73,28 @@ class Transformed(WeightSource):
     def weight_version(self) -> str | None:  # type: ignore[override]  # it may change
         """What the source says now, if these are the same weights."""
         return self._source.weight_version if self._same_weights else None
+
+    @property
+    def lasting(self) -> bool:  # type: ignore[override]  # it is the source's
+        """See `WeightSource.lasting`."""
+        return self._lasting and self._source.lasting
+
+    @property
+    def ranks(self) -> Ranks | None:  # type: ignore[override]  # it is the source's
+        """See `WeightSource.ranks`."""
+        return self._source.ranks
+
+    def catch_up(self, stop: int | None) -> None:
+        """See `WeightSource.catch_up`."""
+        if stop is not None:
+            made = taken = 0
+            for spec in self._source.specs():
+                if made >= stop:
+                    break
+                made += len(self._rule(spec))
+                taken += 1
+            stop = taken
+        self._source.catch_up(stop)
 
     def specs(self) -> Sequence[TensorSpec]:
         """See `WeightSource.specs`. Raises `UsageError` if two tensors get one name."""
@@ -211,7 +237,7 @@ def map_tensors(
             for new, function in edits
         ]
 
-    return Transformed(source, outputs)
+    return Transformed(source, outputs, lasting=False)
 
 
 class _Once:

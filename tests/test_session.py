@@ -32,8 +32,8 @@ from streamer import (
     Timeouts,
     TransportError,
     UsageError,
-    group,
     hookimpl,
+    network,
     registry,
 )
 from streamer import session as session_module
@@ -413,9 +413,9 @@ def test_the_way_to_a_server_is_found_on_its_own_port(monkeypatch, url, port):
         asked.append(address)
         raise OSError("no route")
 
-    monkeypatch.setattr(group.socket, "create_connection", connect)
+    monkeypatch.setattr(network.socket, "create_connection", connect)
     with pytest.raises(StreamerError, match="no route"):
-        group._local_address(url)
+        network.address_towards([url])
     assert asked == [("host", port)]
 
 

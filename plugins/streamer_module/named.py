@@ -14,6 +14,7 @@ from streamer.source import TensorSpec, WeightSource
 from streamer_module.structure import is_a, is_sharded_tensor
 
 TIED = ("all", "first")
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class NamedTensors(WeightSource):
     view of the same memory, whatever their values.
     """
 
+    lasting = True
+
     def __init__(self, tied: str) -> None:
         if tied not in TIED:
             raise UsageError(f"tied must be one of {', '.join(TIED)}, not {tied!r}")
@@ -51,7 +54,7 @@ class NamedTensors(WeightSource):
         ]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for found in self.tensors():
+        for found in self._chosen(self.look_up()):
             yield found.name, found.tensor.detach()
 
     def tensors(self) -> list[Named]:
@@ -62,12 +65,15 @@ class NamedTensors(WeightSource):
         check_names((found.name, found.path) for found in named)
         for found in named:
             check_tensor(found.path, found.tensor)
-        if self._tied == "first":
-            first: dict[object, Named] = {}
-            for found in named:
-                first.setdefault(same_memory(found.tensor), found)
-            named = list(first.values())
-        return named
+        return list(self._chosen(named))
+
+    def _chosen(self, named: Iterable[Named]) -> Iterable[Named]:
+        if self._tied == "all":
+            return named
+        first: dict[object, Named] = {}
+        for found in named:
+            first.setdefault(same_memory(found.tensor), found)
+        return first.values()
 
 
 def same_memory(tensor: torch.Tensor) -> object:
@@ -85,9 +91,7 @@ def check_names(names: Iterable[tuple[str, str]]) -> None:
     """
     taken: dict[str, str] = {}
     for name, path in names:
-        if name.startswith("base_model.model.") or any(
-            part.startswith("lora_") for part in name.split(".")
-        ):
+        if name.startswith(("base_model.model.", "lora_")) or ".lora_" in name:
             raise SourceError(
                 f"{path} belongs to an adapter, which no server takes for weights: push the PEFT "
                 "model itself, which is merged on the way, or merge it first"
@@ -101,6 +105,14 @@ def check_names(names: Iterable[tuple[str, str]]) -> None:
 
 def check_tensor(name: str, tensor: object) -> None:
     """Raise `SourceError` unless ``tensor`` is plain memory that holds the values themselves."""
+    if (
+        isinstance(tensor, torch.Tensor)
+        and type(tensor) in _PLAIN
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_meta
+    ):
+        return
     kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
     if not isinstance(tensor, torch.Tensor):
         raise SourceError(f"{name} is a {kind}, not a tensor")
@@ -110,7 +122,7 @@ def check_tensor(name: str, tensor: object) -> None:
         )
     if is_a(tensor, "UninitializedTensorMixin", "torch.nn"):
         raise SourceError(f"{name} has no shape yet: call the module once, then push it")
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_quantized:
+    if type(tensor) not in _PLAIN or tensor.is_quantized:
         raise SourceError(
             f"{name} is a {kind} of {tensor.dtype}, whose memory is not its values: dequantize it, "
             "or push a state dict of plain tensors under the checkpoint's names"

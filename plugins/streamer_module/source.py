@@ -118,13 +118,18 @@ class StateDictSource(NamedTensors):
 
     def look_up(self) -> Iterator[Named]:
         """See `NamedTensors.look_up`."""
-        for key in self._mapping:
-            if not isinstance(key, str):
-                raise SourceError(f"a state dict has names for keys, not {key!r}")
-        paths = [key for key in self._mapping if key.rpartition(".")[2] != _EXTRA_STATE]
-        names = without_wrappers(paths) if self._wrappers == "strip" else paths
-        for name, path in zip(names, paths, strict=True):
-            yield Named(name, path, self._mapping[path])
+        return named_entries(self._mapping, self._wrappers)
+
+
+def named_entries(mapping: Mapping[str, torch.Tensor], wrappers: str) -> Iterator[Named]:
+    """The tensors of a state dict under the names that `StateDictSource` sends them by."""
+    for key in mapping:
+        if not isinstance(key, str):
+            raise SourceError(f"a state dict has names for keys, not {key!r}")
+    paths = [key for key in mapping if key.rpartition(".")[2] != _EXTRA_STATE]
+    names = without_wrappers(paths) if wrappers == "strip" else paths
+    for name, path in zip(names, paths, strict=True):
+        yield Named(name, path, mapping[path])
 
 
 class PairsSource(WeightSource):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -53,23 +54,33 @@ def walk(module: nn.Module, resolve: Resolve = lambda module: (module, "")) -> I
     That of a tensor with two names comes twice. ``name`` lacks the parts that wrappers add, which
     are found by the wrapper's class: a submodule or parameter that is called ``module`` keeps it.
     """
-    yield from _walk(module, "", "", resolve)
+    for name, path, part in walk_modules(module, resolve):
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                yield Place(name + key, path + key, part, key)
+        for key, buffer in part._buffers.items():
+            if buffer is not None and key not in part._non_persistent_buffers_set:
+                yield Place(name + key, path + key, part, key)
 
 
-def _walk(module: nn.Module, name: str, path: str, resolve: Resolve) -> Iterator[Place]:
+def walk_modules(
+    module: nn.Module,
+    resolve: Resolve = lambda module: (module, ""),
+    name: str = "",
+    path: str = "",
+) -> Iterator[tuple[str, str, nn.Module]]:
+    """Every module, parents first, behind what comes before the names of its own tensors.
+
+    That is, first without wrappers and then with them. A module that is used twice comes twice.
+    """
     module, inner = resolve(module)
     path += inner
-    for key, parameter in module._parameters.items():
-        if parameter is not None:
-            yield Place(name + key, path + key, module, key)
-    for key, buffer in module._buffers.items():
-        if buffer is not None and key not in module._non_persistent_buffers_set:
-            yield Place(name + key, path + key, module, key)
+    yield name, path, module
     wrapped = _wrapped(module)
     for key, child in module._modules.items():
         if child is not None:
             part = "" if key == wrapped else f"{key}."
-            yield from _walk(child, name + part, f"{path}{key}.", resolve)
+            yield from walk_modules(child, resolve, name + part, f"{path}{key}.")
 
 
 def _wrapped(module: nn.Module) -> str | None:
@@ -88,6 +99,9 @@ def without_wrappers(paths: Iterable[str]) -> list[str]:
     """
     names = []
     for path in paths:
+        if not any(reserved in path for reserved in _RESERVED):
+            names.append(path)
+            continue
         *parts, last = path.split(".")
         names.append(".".join([*(part for part in parts if part not in _RESERVED), last]))
     if names and all(name.startswith(_FIRST) for name in names):
@@ -97,9 +111,14 @@ def without_wrappers(paths: Iterable[str]) -> list[str]:
 
 def is_a(thing: object, name: str, package: str) -> bool:
     """Whether a class of this name, from ``package`` or below, is among the bases of ``thing``."""
+    return _is_subclass(type(thing), name, package)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4096)
+def _is_subclass(kind: type, name: str, package: str) -> bool:
     return any(
         base.__name__ == name and f"{base.__module__}.".startswith(f"{package}.")
-        for base in type(thing).__mro__
+        for base in kind.__mro__
     )
 
 
@@ -111,10 +130,11 @@ def is_sharded_tensor(tensor: object) -> bool:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether ``module`` is FSDP's, or has DTensors."""
+    """Whether ``module`` is FSDP's, of either kind, or has DTensors."""
     return any(map(is_sharded_tensor, (*module.parameters(), *module.buffers()))) or any(
-        is_a(part, "FullyShardedDataParallel", "torch.distributed.fsdp")
+        is_a(part, name, "torch.distributed.fsdp")
         for part in module.modules()
+        for name in ("FSDPModule", "FullyShardedDataParallel")
     )
 
 

@@ -15,6 +15,7 @@ from streamer_safetensors.untrusted import shown
 
 from streamer.exceptions import SourceError, UsageError
 from streamer.payloads import cast_payload
+from streamer.ranks import Ranks
 from streamer.registry import open_source
 from streamer.source import Payload, TensorSpec, WeightSource
 from streamer.transforms import CAST_DTYPES, Output, Transformed
@@ -79,6 +80,15 @@ class AdapterSource(WeightSource):
         yield from self._merged
         for name in self._added:
             yield name, self._replaced[name]
+
+    @property
+    def ranks(self) -> Ranks | None:  # type: ignore[override]  # it is the base's
+        """See `WeightSource.ranks`."""
+        return self._merged.ranks
+
+    def catch_up(self, stop: int | None) -> None:
+        """See `WeightSource.catch_up`. What the adapter adds is read by each rank alone."""
+        self._merged.catch_up(stop)
 
     def close(self) -> None:
         """Close the adapter's file, and the base if it was opened here."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 
 import torch
 
+from streamer.broadcast.ring import Ring
 from streamer.broadcast.staging import Stage
 from streamer.broadcast.stream import ChunkStream
 from streamer.plan import Chunk, Plan
@@ -37,9 +37,10 @@ def send_per_tensor(
 class Broadcaster:
     """Stages and broadcasts plans over one transport.
 
-    ``num_buffers`` chunks are in flight; ``threads`` readers fill them. Device memory is
-    ``num_buffers`` times the largest chunk, which is at most the buffer size plus the largest
-    tensor. ``progress_timeout`` is the longest wait, in seconds, for a read or a broadcast.
+    Device memory is ``num_buffers`` times the largest chunk, which is at most the buffer size plus
+    the largest tensor: so many chunks are in flight, and more where they are smaller. ``threads``
+    readers fill them. ``progress_timeout`` is the longest wait, in seconds, for a read or a
+    broadcast.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Broadcaster:
         self._progress = progress_timeout
         self._trace = trace or Trace()
         self._stage = Stage(transport.device, threads, self._trace)
-        self._buffers: deque[torch.Tensor] = deque()
+        self._ring = Ring(self._stage.allocate(0))
         cuda = transport.device.type == "cuda"
         self._stream = torch.cuda.Stream(transport.device) if cuda else None
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -64,14 +65,17 @@ class Broadcaster:
         self._thread.start()
 
     def prepare(self, plan: Plan) -> None:
-        """Allocate the buffers that ``plan`` needs, unless they are there already."""
-        count = min(self._num_buffers, len(plan.chunks))
-        if len(self._buffers) < count or self._buffers[0].numel() < plan.largest_chunk:
-            self._buffers.clear()
-            self._buffers.extend(self._stage.allocate(plan.largest_chunk) for _ in range(count))
+        """Allocate the memory that ``plan`` needs, unless it is there already."""
+        size = Ring.size(plan.largest_chunk, min(self._num_buffers, len(plan.chunks)))
+        if self._ring.memory.numel() < size:
+            self._free()
+            self._ring = Ring(self._stage.allocate(size))
             if self._stream is not None:
-                for buffer in self._buffers:
-                    buffer.record_stream(self._stream)
+                self._ring.memory.record_stream(self._stream)
+        self._ring.clear()
+
+    def _free(self) -> None:
+        self._ring = Ring(self._stage.allocate(0))
 
     def sync(
         self,
@@ -79,13 +83,15 @@ class Broadcaster:
         payloads: Iterator[Payload],
         conduct: Callable[[ChunkStream], None],
         *,
+        lasting: bool = False,
         on_progress: Callable[[int], None] = lambda nbytes: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Stage ``plan`` on this thread while ``conduct(stream)`` runs on the sending thread.
 
         ``conduct`` opens call after call on the servers and has ``stream.send(call)`` broadcast
-        it; it opens none once ``stream.failure`` is set. ``on_progress(nbytes)`` is called on
+        it; it opens none once ``stream.failure`` is set. ``lasting`` is `WeightSource.lasting` of
+        where ``payloads`` come from. ``on_progress(nbytes)`` is called on
         this thread for each chunk, with all bytes sent so far; ``check()`` before each chunk, and
         what it raises stops the source.
 
@@ -95,12 +101,13 @@ class Broadcaster:
         self.prepare(plan)
         stream = ChunkStream(
             plan,
-            deque(self._buffers),
+            self._ring,
             stage=self._stage,
             transport=self._transport,
             send=send_packed if plan.packed else send_per_tensor,
             stream=self._stream,
             progress=self._progress,
+            lasting=lasting,
             trace=self._trace,
         )
         ended = threading.Event()
@@ -140,7 +147,7 @@ class Broadcaster:
                 # Only now: a source may close its files when it ends.
                 next(payloads, None)
         if stream.late_reads or failures:
-            self._buffers.clear()
+            self._free()
         if failures:
             raise failures[0]
         if stream.failure is not None:
@@ -159,6 +166,6 @@ class Broadcaster:
         """Stop the threads and free the memory. A stuck transport must have been aborted before."""
         self._tasks.put(None)
         self._stage.close()
-        self._buffers.clear()
+        self._free()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)

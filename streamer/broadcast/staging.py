@@ -1,8 +1,10 @@
 """Memory that chunks are staged in, and the threads that fill it.
 
 On the CPU a chunk is filled in place: readers write straight into the buffer that is broadcast. For
-CUDA, readers fill pinned slots, each of which is copied to its place in the device buffer on a copy
-stream. Everything is allocated at the first use and kept.
+CUDA, readers fill pinned slots, and one thread has each copied to its place in the device buffer,
+on a copy stream. The readers make no CUDA call, and the ring of slots is small, so that it stays in
+the processor's cache: both decide the speed (docs/measurements.md). Everything is allocated at the
+first use and kept.
 """
 
 from __future__ import annotations
@@ -11,21 +13,23 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 
+from streamer.broadcast.fill import SLOT_SIZE, Fill, Segment, bounds, cut_regions, read
 from streamer.source import DeferredTensor, Payload
 from streamer.trace import Trace
 
-SLOT_SIZE = 16 << 20
-"""Bytes that one read job moves, and the size of a pinned slot."""
-RING_SIZE = 512 << 20
+RING_SIZE = 256 << 20
 """Bytes of pinned memory, when the target is a CUDA device."""
-
-ReadInto = Callable[[memoryview, int, int], None]
-Segment = tuple[ReadInto, int, int, int]
-"""Bytes ``[start, stop)`` of a payload, and the offset in the buffer where they belong."""
+BATCHED = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of small tensors that can be copied many at once."""
+BATCHED_SIZE = 1 << 20
+"""Bytes up to which a tensor is small: its copy takes the device less time than its launch."""
+_POLL_SECONDS = 1e-4
+"""How often the copying thread looks for copies that are over, while it waits for reads."""
 
 _SAME_SIZE = {
     1: torch.uint8,
@@ -56,42 +60,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return as_raw(tensor).contiguous().view(-1).view(torch.uint8)
 
 
-class Fill:
-    """The filling of one buffer: what is to be read, and how far that is."""
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self.buffer = buffer
-        self.segments: list[Segment] = []
-        self.error: BaseException | None = None
-        """What the first read that failed has raised."""
-        self._left = 0
-        self._lock = threading.Lock()
-        self._done = threading.Event()
-        self._done.set()
-
-    def wait(self, timeout: float) -> bool:
-        """Whether every read has ended, well or not, within ``timeout`` seconds."""
-        return self._done.wait(timeout)
-
-    def begin(self, reads: int) -> None:
-        """``reads`` jobs will call `end`."""
-        if reads:
-            self._left = reads
-            self._done.clear()
-
-    def end(self, error: BaseException | None) -> None:
-        """A job is through."""
-        with self._lock:
-            self.error = self.error or error
-            self._left -= 1
-            if not self._left:
-                self._done.set()
-
-
 class _Slot:
     """A piece of pinned memory. ``copied`` is passed once its last contents are on the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        # Pinning memory makes a context on the thread's current device: never on a wrong one.
+        torch.cuda.set_device(device)
         self.tensor = torch.empty(SLOT_SIZE, dtype=torch.uint8, pin_memory=True)
         self.view = as_memoryview(self.tensor)
         self.copied = torch.cuda.Event()
@@ -113,11 +87,16 @@ class Stage:
         self._slots: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         self._slots_left = max(RING_SIZE // SLOT_SIZE, threads + 1)
         self._slots_lock = threading.Lock()
+        self._copies: queue.SimpleQueue[tuple[Fill, int, int, _Slot] | None] = queue.SimpleQueue()
         self.stream = torch.cuda.Stream(device) if self._cuda else None
         self._threads = [
             threading.Thread(target=self._read_jobs, name=f"streamer-read-{number}", daemon=True)
             for number in range(threads)
         ]
+        if self._cuda:
+            self._threads.append(
+                threading.Thread(target=self._copy_jobs, name="streamer-copy", daemon=True)
+            )
         for thread in self._threads:
             thread.start()
 
@@ -154,6 +133,31 @@ class Stage:
             target = fill.buffer[offset : offset + nbytes].view(raw.dtype).view(raw.shape)
             target.copy_(raw, non_blocking=self._cuda)
 
+    def is_small(self, payload: Payload) -> bool:
+        """Whether `add_all` can take ``payload``."""
+        return (
+            isinstance(payload, torch.Tensor)
+            and payload.dtype in BATCHED
+            and payload.device == self.device
+            and payload.nbytes <= BATCHED_SIZE
+            and payload.is_contiguous()
+            and not payload.is_neg()
+        )
+
+    def add_all(self, fill: Fill, tensors: Sequence[tuple[torch.Tensor, int]]) -> None:
+        """Copy many small tensors, each to its offset, with few kernels on the current stream.
+
+        All are on `device` and contiguous, of one of `BATCHED`, and must stay as they are until the
+        stream has passed.
+        """
+        batches: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for tensor, offset in tensors:
+            sources, targets = batches.setdefault(tensor.dtype, ([], []))
+            sources.append(tensor.detach().view(-1))
+            targets.append(fill.buffer[offset : offset + tensor.nbytes].view(tensor.dtype))
+        for sources, targets in batches.values():
+            torch._foreach_copy_(targets, sources)
+
     def _copy_from_host(
         self, fill: Fill, data: torch.Tensor, offset: int, guard: Callable[[], None]
     ) -> None:
@@ -184,42 +188,58 @@ class Stage:
 
     def _read_jobs(self) -> None:
         """A reader: job after job."""
-        if self.stream is not None:
-            # Pinning memory makes a context on the thread's current device: never on a wrong one.
-            torch.cuda.set_device(self.device)
-            torch.cuda.set_stream(self.stream)
-        read = self._read_to_device if self._cuda else self._read_in_place
+        take = self._read_to_slot if self._cuda else self._read_in_place
         while (job := self._jobs.get()) is not None:
             fill, region, guard = job
-            error: BaseException | None = None
             try:
-                read(fill.buffer, region, guard)
-            except BaseException as problem:
-                error = problem
-            fill.end(error)
-            del job, fill, region, guard, error
+                take(fill, region, guard)
+            except BaseException as error:
+                fill.end(error)
+            del job, fill, region, guard
 
-    def _read_in_place(
-        self, buffer: torch.Tensor, region: list[Segment], guard: Callable[[], None]
-    ) -> None:
-        first, end = _bounds(region)
+    def _read_in_place(self, fill: Fill, region: list[Segment], guard: Callable[[], None]) -> None:
+        first, end = bounds(region)
         with self._trace.span("read", bytes=end - first):
-            _read(region, as_memoryview(buffer[first:end]), guard)
+            read(region, as_memoryview(fill.buffer[first:end]), guard)
+        fill.end(None)
 
-    def _read_to_device(
-        self, buffer: torch.Tensor, region: list[Segment], guard: Callable[[], None]
-    ) -> None:
-        first, end = _bounds(region)
+    def _read_to_slot(self, fill: Fill, region: list[Segment], guard: Callable[[], None]) -> None:
+        first, end = bounds(region)
         slot = self._take_slot()
         try:
-            slot.copied.synchronize()
             with self._trace.span("read", bytes=end - first):
-                _read(region, slot.view, guard)
-            with self._trace.device_span("copy", "host to device"):
-                buffer[first:end].copy_(slot.tensor[: end - first], non_blocking=True)
-            slot.copied.record()
-        finally:
+                read(region, slot.view, guard)
+        except BaseException:
             self._slots.put(slot)
+            raise
+        self._copies.put((fill, first, end, slot))
+
+    def _copy_jobs(self) -> None:
+        """The copying thread: what was read goes to the device; what has arrived frees its slot."""
+        assert self.stream is not None
+        torch.cuda.set_device(self.device)
+        torch.cuda.set_stream(self.stream)
+        flying: deque[_Slot] = deque()
+        while True:
+            while flying and flying[0].copied.query():
+                self._slots.put(flying.popleft())
+            try:
+                copy = self._copies.get(timeout=_POLL_SECONDS if flying else None)
+            except queue.Empty:
+                continue
+            if copy is None:
+                return
+            fill, first, end, slot = copy
+            error: BaseException | None = None
+            try:
+                with self._trace.device_span("copy", "host to device"):
+                    fill.buffer[first:end].copy_(slot.tensor[: end - first], non_blocking=True)
+                slot.copied.record()
+            except BaseException as problem:
+                error = problem
+            flying.append(slot)
+            fill.end(error)
+            del copy, fill, slot, error
 
     def _take_slot(self) -> _Slot:
         with self._slots_lock:
@@ -228,48 +248,17 @@ class Stage:
         if not grow:
             return self._slots.get()
         try:
-            return _Slot()
+            return _Slot(self.device)
         except BaseException:
             with self._slots_lock:
                 self._slots_left += 1
             raise
 
     def close(self) -> None:
-        """Stop the readers. Jobs still queued must be such that their guard stops them."""
+        """Stop the threads. Jobs still queued must be such that their guard stops them."""
         for _ in self._threads:
             self._jobs.put(None)
+        self._copies.put(None)
         deadline = time.monotonic() + 1.0
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
-
-
-def cut_regions(segments: list[Segment]) -> list[list[Segment]]:
-    """Cut ``segments`` into runs without gaps of at most `SLOT_SIZE` bytes."""
-    regions: list[list[Segment]] = []
-    size, end = SLOT_SIZE, -1
-    for read_into, start, stop, offset in sorted(segments, key=lambda segment: segment[3]):
-        at = start
-        while at < stop:
-            place = offset + at - start
-            if place != end or size == SLOT_SIZE:
-                regions.append([])
-                size = 0
-            until = min(stop, at + SLOT_SIZE - size)
-            regions[-1].append((read_into, at, until, place))
-            size += until - at
-            end = place + until - at
-            at = until
-    return regions
-
-
-def _bounds(region: list[Segment]) -> tuple[int, int]:
-    """Where a region starts and ends in its buffer."""
-    _, start, stop, offset = region[-1]
-    return region[0][3], offset + stop - start
-
-
-def _read(region: list[Segment], view: memoryview, guard: Callable[[], None]) -> None:
-    base = region[0][3]
-    for read_into, start, stop, offset in region:
-        guard()
-        read_into(view[offset - base : offset - base + stop - start], start, stop)

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from streamer.broadcast.staging import Fill, Stage, as_bytes
+from streamer.broadcast.fill import Fill
+from streamer.broadcast.ring import Ring
+from streamer.broadcast.staging import Stage, as_bytes
 from streamer.exceptions import DeadlineExceeded, SourceError, StreamerError
 from streamer.plan import Call, Chunk, Plan
 from streamer.source import Payload
@@ -46,13 +48,14 @@ class ChunkStream:
     def __init__(
         self,
         plan: Plan,
-        buffers: deque[torch.Tensor],
+        ring: Ring,
         *,
         stage: Stage,
         transport: Transport,
         send: Send,
         stream: torch.cuda.Stream | None,
         progress: float,
+        lasting: bool,
         trace: Trace,
     ) -> None:
         self._plan = plan
@@ -61,9 +64,10 @@ class ChunkStream:
         self._send = send
         self._stream = stream
         self._progress = progress
+        self._lasting = lasting
         self._trace = trace
         self._turn = threading.Condition()
-        self._buffers = buffers
+        self._ring = ring
         self._staged: deque[_Staged] = deque()
         self._in_flight: deque[_Staged] = deque()
         self._reading: deque[Fill] = deque()
@@ -91,8 +95,7 @@ class ChunkStream:
         try:
             for chunk in self._plan.chunks:
                 check()
-                staged = self._next_buffer(chunk, payloads)
-                if staged is None:
+                if self._next_buffer(chunk, payloads) is None:
                     return
                 on_progress()
         except BaseException as error:
@@ -109,13 +112,18 @@ class ChunkStream:
         else:
             first = payloads
         with self._trace.span("wait for a buffer"):
-            buffer = self._take_buffer()
+            buffer = self._take_buffer(chunk.nbytes)
         if buffer is None:
             return None
         staged = _Staged(chunk, Fill(buffer))
+        together: list[tuple[torch.Tensor, int]] = []
         with self._trace.span("stage", bytes=chunk.nbytes):
             for spec, offset in zip(chunk.specs, chunk.offsets, strict=True):
                 payload = next(first)
+                if self._lasting and self._stage.is_small(payload):
+                    assert isinstance(payload, torch.Tensor)
+                    together.append((payload, offset))
+                    continue
                 try:
                     self._stage.add(staged.fill, payload, offset, spec.nbytes, self._guard)
                 except StreamerError:
@@ -125,6 +133,8 @@ class ChunkStream:
                         f"tensor {spec.name} cannot be copied: {type(error).__name__}: "
                         f"{str(error).partition(chr(10))[0]}"
                     ) from error
+                del payload  # borrowed until now: the next one may need the memory
+            self._stage.add_all(staged.fill, together)
             self._reading.append(staged.fill)
             self._stage.submit(staged.fill, self._guard)
             while self._reading and self._reading[0].wait(0):
@@ -154,17 +164,17 @@ class ChunkStream:
             self._turn.notify_all()
             return True
 
-    def _take_buffer(self) -> torch.Tensor | None:
-        with self._turn:
-            if self._buffers:
-                return self._buffers.popleft()
-            self._turn.wait_for(lambda: self._oldest_sent() or self._stopped)
-            if self._stopped:
-                return None
-            staged = self._in_flight.popleft()
-        if staged.passed is not None:
-            self._transport.wait_event(staged.passed, self._progress)
-        return staged.fill.buffer
+    def _take_buffer(self, nbytes: int) -> torch.Tensor | None:
+        while (buffer := self._ring.take(nbytes)) is None:
+            with self._turn:
+                self._turn.wait_for(lambda: self._oldest_sent() or self._stopped)
+                if self._stopped:
+                    return None
+                staged = self._in_flight.popleft()
+            if staged.passed is not None:
+                self._transport.wait_event(staged.passed, self._progress)
+            self._ring.give_back()
+        return buffer
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
@@ -220,6 +230,7 @@ class ChunkStream:
                 staged.sent = True
                 self.sent += 1
                 self._turn.notify_all()
+            del staged  # it may be the source's own tensor
 
     def _wait_for(self, chunk: Chunk) -> _Staged:
         """``chunk`` as it was staged and read, or filler in its place."""
@@ -240,10 +251,8 @@ class ChunkStream:
         return staged
 
     def _filler(self, chunk: Chunk) -> _Staged:
-        """A chunk of whatever a buffer holds."""
-        if not self._buffers:
-            self._buffers.append(self._stage.allocate(self._plan.largest_chunk))
-        return _Staged(chunk, Fill(self._buffers[0]), in_place=True)
+        """A chunk of whatever the memory holds."""
+        return _Staged(chunk, Fill(self._ring.memory[: chunk.nbytes]), in_place=True)
 
     def _await_reads(self, staged: _Staged) -> None:
         first, last = staged.chunk.specs[0].name, staged.chunk.specs[-1].name

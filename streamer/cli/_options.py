@@ -67,6 +67,7 @@ SourceOptions = Annotated[
 Select = Annotated[
     list[str] | None,
     typer.Option(
+        "--select",
         metavar="GLOB",
         rich_help_panel=_CHANGES,
         help="Send only tensors whose name fits, as in 'model.layers.0.*'. Repeat for more.",
@@ -75,6 +76,7 @@ Select = Annotated[
 Exclude = Annotated[
     list[str] | None,
     typer.Option(
+        "--exclude",
         metavar="GLOB",
         rich_help_panel=_CHANGES,
         help="Do not send tensors whose name fits. Repeat for more.",
@@ -83,6 +85,7 @@ Exclude = Annotated[
 Rename = Annotated[
     list[str] | None,
     typer.Option(
+        "--rename",
         metavar="OLD=NEW",
         rich_help_panel=_CHANGES,
         help=r"Replace a regular expression in names, as in '^model\.=language_model.'. Repeat for "
@@ -92,6 +95,7 @@ Rename = Annotated[
 Cast = Annotated[
     CastDtype | None,
     typer.Option(
+        "--cast",
         metavar="DTYPE",
         rich_help_panel=_CHANGES,
         help="Send floats as bfloat16, float16, float32 or float64; not fp8, and no scales.",
@@ -100,6 +104,7 @@ Cast = Annotated[
 To = Annotated[
     list[str],
     typer.Option(
+        "--to",
         metavar="URL",
         show_default=False,
         help="A server, as http://host:port. Repeat for more: all receive at once.",
@@ -107,11 +112,23 @@ To = Annotated[
 ]
 WeightVersion = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Name of these weights on the servers. Else one is made up."),
+    typer.Option(
+        "--weight-version",
+        metavar="NAME",
+        help="Name of these weights on the servers. Else one is made up.",
+    ),
+]
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify",
+        help="Prove that what was sent has arrived: exit code 1 if it has not.",
+    ),
 ]
 Pause = Annotated[
     PauseMode,
     typer.Option(
+        "--pause",
         help="Requests under way: keep them and go on afterwards, wait for them, abort them, or "
         "none: you pause and resume the servers yourself.",
     ),
@@ -122,6 +139,7 @@ Json = Annotated[
 ApiKey = Annotated[
     str | None,
     typer.Option(
+        "--api-key",
         metavar="KEY",
         envvar="STREAMER_API_KEY",
         rich_help_panel=_SERVER,
@@ -131,6 +149,7 @@ ApiKey = Annotated[
 Header = Annotated[
     list[str] | None,
     typer.Option(
+        "--header",
         metavar="'NAME: VALUE'",
         rich_help_panel=_SERVER,
         help="HTTP header for every call. Repeat for more.",
@@ -139,6 +158,7 @@ Header = Annotated[
 CaBundle = Annotated[
     Path | None,
     typer.Option(
+        "--ca-bundle",
         metavar="FILE",
         exists=True,
         rich_help_panel=_SERVER,
@@ -156,6 +176,7 @@ TrustEnvProxies = Annotated[
 ConnectTimeout = Annotated[
     float,
     typer.Option(
+        "--connect-timeout",
         metavar="SECONDS",
         rich_help_panel=_SERVER,
         help="Wait so long for a connection, and for all workers to join.",
@@ -164,6 +185,7 @@ ConnectTimeout = Annotated[
 ProgressTimeout = Annotated[
     float,
     typer.Option(
+        "--progress-timeout",
         metavar="SECONDS",
         rich_help_panel=_SERVER,
         help="Give up when no answer, chunk or read comes for so long.",
@@ -172,6 +194,7 @@ ProgressTimeout = Annotated[
 Timeout = Annotated[
     float | None,
     typer.Option(
+        "--timeout",
         metavar="SECONDS",
         rich_help_panel=_SERVER,
         help="Give up when the whole push takes longer. Else there is no limit.",
@@ -188,6 +211,7 @@ PerTensor = Annotated[
 BufferSize = Annotated[
     str,
     typer.Option(
+        "--buffer-size",
         metavar="SIZE",
         rich_help_panel=_TUNING,
         help="Size of a chunk: 64MiB, 1GiB, or a number of bytes.",
@@ -196,6 +220,7 @@ BufferSize = Annotated[
 NumBuffers = Annotated[
     int,
     typer.Option(
+        "--num-buffers",
         min=1,
         metavar="N",
         rich_help_panel=_TUNING,
@@ -205,6 +230,7 @@ NumBuffers = Annotated[
 EngineBackend = Annotated[
     Backend,
     typer.Option(
+        "--backend",
         rich_help_panel=_TUNING,
         help="Engine that receives: auto asks the server; nccl is vLLM's own; streamer ours.",
     ),
@@ -212,6 +238,7 @@ EngineBackend = Annotated[
 Device = Annotated[
     str | None,
     typer.Option(
+        "--device",
         metavar="DEVICE",
         rich_help_panel=_TUNING,
         help="GPU that sends, such as cuda:1. Else the first one.",
@@ -220,9 +247,30 @@ Device = Annotated[
 Address = Annotated[
     str | None,
     typer.Option(
+        "--address",
         metavar="HOST",
         rich_help_panel=_TUNING,
         help="Address of this host as the workers reach it. Else it is found out.",
+    ),
+]
+Port = Annotated[
+    int,
+    typer.Option(
+        "--port",
+        min=0,
+        max=65535,
+        metavar="PORT",
+        rich_help_panel=_TUNING,
+        help="Port here that workers of our own engine join at. 0: a free one.",
+    ),
+]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        dir_okay=False,
+        help="Write a timeline of the push there, for https://ui.perfetto.dev.",
     ),
 ]
 

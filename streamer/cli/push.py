@@ -6,6 +6,7 @@ import dataclasses
 import time
 
 from streamer.cli import _options as o
+from streamer.cli._files import tracing
 from streamer.cli._headers import make_headers
 from streamer.cli._output import one_line, print_json
 from streamer.cli._progress import push_progress
@@ -23,8 +24,10 @@ def push(
     rename: o.Rename = None,
     cast: o.Cast = None,
     weight_version: o.WeightVersion = None,
+    verify: o.Verify = False,
     pause: o.Pause = o.PauseMode.keep,
     json: o.Json = False,
+    trace: o.TraceFile = None,
     api_key: o.ApiKey = None,
     header: o.Header = None,
     ca_bundle: o.CaBundle = None,
@@ -38,6 +41,7 @@ def push(
     backend: o.EngineBackend = o.Backend.auto,
     device: o.Device = None,
     address: o.Address = None,
+    port: o.Port = 0,
 ) -> None:
     """Push the weights of SOURCE into running servers.
 
@@ -50,6 +54,7 @@ def push(
     from streamer.session import Session
 
     with (
+        tracing(trace) as timeline,
         push_progress() as on_event,
         Session(
             to,
@@ -61,9 +66,12 @@ def push(
             timeouts=Timeouts(connect_timeout, progress_timeout, timeout),
             device=device,
             address=address,
+            port=port,
             headers=make_headers(header, api_key),
-            verify=True if ca_bundle is None else str(ca_bundle),
+            ca_bundle=None if ca_bundle is None else str(ca_bundle),
             trust_env=trust_env_proxies,
+            verify=verify,
+            trace=timeline,
             on_event=on_event,
         ) as session,
     ):
@@ -95,5 +103,17 @@ def _summary(report: Report) -> str:
         f"pushed {count(report.tensors, 'tensor')}, {format_size(report.bytes)}, to {workers} of "
         f"{servers} in {seconds.total:.2f} s (open {seconds.open:.2f}, connect "
         f"{seconds.connect:.2f}, update {seconds.update:.2f} at {report.gb_per_s:.2f} GB/s, finish "
-        f"{seconds.finish:.2f}); weight version {one_line(report.weight_version)}"
+        f"{seconds.finish:.2f}); weight version {one_line(report.weight_version)}{_proof(report)}"
     )
+
+
+def _proof(report: Report) -> str:
+    """How the arrival was proven, if that was asked, and what it has cost."""
+    proofs = {server.url: server.verified for server in report.servers if server.verified}
+    if not proofs:
+        return ""
+    if len(set(proofs.values())) == 1:
+        said = next(iter(proofs.values()))
+    else:
+        said = ", ".join(f"{url} {proof}" for url, proof in proofs.items())
+    return f"; arrival: {said} ({report.seconds.verify:.2f} s)"

@@ -25,18 +25,28 @@ class WorkerDevice(StrEnum):
 
 def serve(
     port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="PORT", help="Listen here; 0: on a free port.")
+        int,
+        typer.Option(
+            "--port", min=0, max=65535, metavar="PORT", help="Listen here; 0: on a free port."
+        ),
     ] = 8000,
     workers: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Worker processes, one a GPU with cuda.")
+        int,
+        typer.Option(
+            "--workers", min=1, metavar="N", help="Worker processes, one a GPU with cuda."
+        ),
     ] = 2,
     host: Annotated[
         str,
-        typer.Option(metavar="HOST", help="Listen on this address; 0.0.0.0: on every one."),
+        typer.Option(
+            "--host", metavar="HOST", help="Listen on this address; 0.0.0.0: on every one."
+        ),
     ] = "127.0.0.1",
     device: Annotated[
         WorkerDevice,
-        typer.Option(help="Where the workers keep weights; auto: on GPUs if there are enough."),
+        typer.Option(
+            "--device", help="Where the workers keep weights; auto: on GPUs if there are enough."
+        ),
     ] = WorkerDevice.auto,
     discard: Annotated[
         bool,

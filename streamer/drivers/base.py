@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from streamer.plan import Call, Plan
+from streamer.verify import Sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +15,8 @@ class ServerInfo:
     """What a server says of itself.
 
     ``backend`` is the engine that receives (``nccl``: vLLM's own; ``streamer``: ours), ``device``
-    the type of its workers' device (``cuda``, ``cpu``). ``world_size`` counts its workers.
+    the type of its workers' device (``cuda``, ``cpu``). ``world_size`` counts its workers. ``gpus``
+    are theirs as ``CUDA_VISIBLE_DEVICES`` calls them on its host, empty if it does not tell.
     """
 
     url: str
@@ -22,6 +24,7 @@ class ServerInfo:
     world_size: int
     backend: str
     device: str
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,12 @@ class Driver(Protocol):
     """
 
     url: str
+    verified: str | None
+    """How the arrival of the last sync was proven: see `streamer.report.ServerReport`."""
+
+    @property
+    def verify_seconds(self) -> float:
+        """What asking the server itself for a proof has cost in the last sync."""
 
     def probe(self) -> ServerInfo:
         """Ask what the server is; changes nothing there."""
@@ -74,11 +83,19 @@ class Driver(Protocol):
     def begin(self, weight_version: str) -> None:
         """Stop generation, mark the server as incomplete, and open an update."""
 
-    def update(self, call: Call) -> None:
-        """Have the workers receive one call; returns when they have."""
+    def update(self, call: Call, verify: int | None = None) -> None:
+        """Have the workers receive one call; returns when they have.
 
-    def commit(self, weight_version: str) -> None:
-        """Close the update, name the weights, drop stale caches and let the server answer again."""
+        With ``verify`` they are to tell the digest of what they got, under that number. It is for
+        workers of our own engine.
+        """
+
+    def commit(self, weight_version: str, sent: Sent | None = None) -> None:
+        """Close the update, name the weights, drop stale caches and let the server answer again.
+
+        With ``sent``, the arrival has to be proven, and `verified` says how. If the server is shown
+        not to hold what was sent it stays marked and paused: `VerificationError`.
+        """
 
     def release(self) -> None:
         """Undo ``begin``: no byte was sent, and the server shall serve its old weights again."""

@@ -57,8 +57,8 @@ class HttpClient:
 
     Environment proxies are ignored unless ``trust_env``. A redirect is an error, and no call is
     ever repeated: a POST that moves weights must not happen twice. ``headers`` go with every call
-    and appear in no error, even if the server repeats them. ``verify`` is True, or the path of a
-    CA bundle.
+    and appear in no error, even if the server repeats them. ``ca_bundle`` is the path of the
+    certificates to trust in place of the usual ones.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class HttpClient:
         *,
         connect_timeout: float,
         headers: Mapping[str, str] | None = None,
-        verify: bool | str = True,
+        ca_bundle: str | None = None,
         trust_env: bool = False,
         trace: Trace | None = None,
     ) -> None:
@@ -82,12 +82,12 @@ class HttpClient:
                 raise UsageError(
                     f"header {name}: only printable ASCII can be sent, without blanks around it"
                 )
-        if isinstance(verify, str) and not os.path.exists(verify):
-            raise UsageError(f"there is no CA bundle at {verify}")
+        if ca_bundle is not None and not os.path.exists(ca_bundle):
+            raise UsageError(f"there is no CA bundle at {ca_bundle}")
         self._secrets = sorted(_secrets(self._base, headers or {}), key=len, reverse=True)
         self._session = requests.Session()
         self._session.trust_env = trust_env
-        self._session.verify = verify
+        self._session.verify = ca_bundle or True
         self._session.headers.update(headers or {})
         self._adapter = CancellableAdapter()
         self._session.mount("http://", self._adapter)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from streamer.drivers.base import JoinInfo, ServerInfo
+from streamer.drivers.checksums import ChecksumProof
 from streamer.drivers.http import HttpClient
 from streamer.drivers.vllm_info import START_SO, ask, version_numbers
 from streamer.exceptions import (
@@ -26,6 +27,7 @@ from streamer.exceptions import (
 )
 from streamer.plan import Call, Plan
 from streamer.timeouts import Clock
+from streamer.verify import DIGEST, Sent
 
 INCOMPLETE = "streamer-incomplete:"
 """A server whose weight version starts so holds, or may hold, a mixture of weights."""
@@ -62,22 +64,30 @@ class VllmDriver:
         clock: Clock,
         pause: str = "keep",
         backend: str = "auto",
+        verify: bool = False,
     ) -> None:
         self.url = client.url
+        self.verified: str | None = None
         self._http = client
         self._clock = clock
         self._pause = pause
         self._backend = backend
+        self._verify = verify
+        self._proof: ChecksumProof | None = None
         self._info: ServerInfo | None = None
         self._version: str | None = None
         self._mark = ""
         self._must_resume = False  # we have paused a server that was serving
         self._began: list[str] = []
         self._finished = False
+        self._last_call: Call | None = None  # which the workers have received whole
         self._stuck = False  # a failed update could not be closed
 
     def probe(self) -> ServerInfo:
         self._info = ask(self._get, self.url, self._backend)
+        # Workers of our own engine tell digests, which prove more.
+        sums = self._verify and self._info.backend == "nccl"
+        self._proof = ChecksumProof(self.url, self._post) if sums else None
         self._version = self._weight_version()
         return self._info
 
@@ -88,6 +98,11 @@ class VllmDriver:
         return self._info
 
     def check(self, plan: Plan) -> None:
+        if self._proof is not None and version_numbers(self.info.version) < (0, 32):
+            raise IncompatibleServer(
+                f"{self.url} runs vLLM {self.info.version}, whose own engine can prove no arrival "
+                "before 0.32: upgrade it, use the streamer backend, or push without verify"
+            )
         if plan.packed or self.info.backend != "nccl":
             return
         for chunk in plan.chunks:
@@ -108,6 +123,7 @@ class VllmDriver:
 
     def join(self, info: JoinInfo) -> None:
         self._stuck = False
+        self._last_call = None
         self._send(
             "/init_weight_transfer_engine",
             {
@@ -132,7 +148,11 @@ class VllmDriver:
 
     def begin(self, weight_version: str) -> None:
         self._began, self._finished, self._stuck = [], False, False
+        self.verified = None
         torn = self._torn
+        if self._proof is not None:
+            # The layers of a failed update may have no memory: asking would fail, out of step.
+            self._proof.begin(ask=not torn)
         # Paused by its user, and not by a sync that failed: ours, or by its mark another's.
         held = (
             self._get("/is_paused").get("is_paused") is True
@@ -177,19 +197,34 @@ class VllmDriver:
         except ServerRefused as error:
             raise refusal or error from None
 
-    def update(self, call: Call) -> None:
-        specs = call.wire_specs()
+    def update(self, call: Call, verify: int | None = None) -> None:
+        ours = self.info.backend == "streamer"
+        # Empty lists mean "as last time", since vLLM 0.33 and with our own engine.
+        kept = ours or version_numbers(self.info.version) >= (0, 33)
+        specs = [] if kept and call is self._last_call else call.wire_specs()
+        self._last_call = None
         info: dict[str, Any] = {
             "names": [spec.name for spec in specs],
             "dtype_names": [spec.dtype_name for spec in specs],
             "shapes": [list(spec.shape) for spec in specs],
         }
-        if self.info.backend == "streamer":
+        if ours and specs:
             info["chunk_sizes"] = [chunk.nbytes for chunk in call.chunks]
+        if verify is not None:
+            info["verify"] = verify
         self._send("/update_weights", {"update_info": info}, None)
+        self._last_call = call
 
-    def commit(self, weight_version: str) -> None:
-        self._post("/finish_weight_update", {"weight_version": weight_version})
+    def commit(self, weight_version: str, sent: Sent | None = None) -> None:
+        if sent is None or self._proof is None:
+            self._post("/finish_weight_update", {"weight_version": weight_version})
+            self.verified = None if sent is None else DIGEST
+        else:
+            # Without a version the mark stays.
+            self._post("/finish_weight_update", {"weight_version": None})
+            self._began = []
+            self.verified = self._proof.prove(sent)
+            self._post("/update_weight_version", {"new_version": weight_version})
         self._version, self._finished = weight_version, True
         # Requests that were kept hold keys and values of the old weights: they are computed anew.
         self._post("/reset_prefix_cache?reset_running_requests=true")
@@ -230,6 +265,11 @@ class VllmDriver:
         if self._finished:
             return "holds the new weights, but may still be paused: POST /resume to it"
         self._version = self._mark
+        if not self._began:
+            return (
+                "has closed the update, but does not hold what was sent for certain; it is marked "
+                "incomplete and left paused: restart it"
+            )
         try:
             self._close_update()
         except (ServerError, DeadlineExceeded) as error:
@@ -250,6 +290,10 @@ class VllmDriver:
         if not self._stuck and version_numbers(self.info.version) >= (0, 32):
             self._clean_up("/shutdown_weight_transfer_engine")
 
+    @property
+    def verify_seconds(self) -> float:
+        return 0.0 if self._proof is None else self._proof.seconds
+
     def cancel(self) -> None:
         self._http.cancel()
 
@@ -264,15 +308,17 @@ class VllmDriver:
         with self._route(path):
             return self._http.get(path, self._clock.progress)
 
-    def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
-        self._send(path, body, self._clock.progress)
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return self._send(path, body, self._clock.progress)
 
     def _clean_up(self, path: str, body: dict[str, Any] | None = None) -> None:
         self._send(path, body, _CLEAN_UP_SECONDS)
 
-    def _send(self, path: str, body: dict[str, Any] | None, timeout: float | None) -> None:
+    def _send(
+        self, path: str, body: dict[str, Any] | None, timeout: float | None
+    ) -> dict[str, Any]:
         with self._route(path):
-            self._http.post(path, body, timeout)
+            return self._http.post(path, body, timeout)
 
     @contextlib.contextmanager
     def _route(self, path: str) -> Iterator[None]:

@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from streamer.drivers.base import ServerInfo
 from streamer.exceptions import IncompatibleServer
+from streamer.gpus import visible_gpus
 
 OLDEST = (0, 30)
 START_SO = (
     'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "nccl"}\''
 )
+SERVER_INFO = "/server_info?config_format=json"
 
 
 def ask(get: Callable[[str], dict[str, Any]], url: str, backend: str) -> ServerInfo:
     """Ask the server at ``url``; a ``backend`` that is not ``auto`` is taken as given."""
     version = str(get("/version").get("version", ""))
+    check_version(url, version)
+    world_size = get("/get_world_size").get("world_size")
+    if type(world_size) is not int or world_size < 1:
+        raise IncompatibleServer(
+            f"{url}: /get_world_size answered {world_size!r}, not a count of workers"
+        )
+    setup = Setup.parse(get(SERVER_INFO))
+    engine = setup.backend if backend == "auto" else backend
+    check_engine(url, engine)
+    gpus = setup.gpus(world_size)
+    return ServerInfo(url, version, world_size, str(engine), setup.device, gpus)
+
+
+def check_version(url: str, version: str) -> None:
+    """Raise `IncompatibleServer` for a version whose dialect we do not speak."""
     numbers = version_numbers(version)
     if not numbers:
         raise IncompatibleServer(f"{url}: /version names no version, but {version!r}")
@@ -26,16 +44,10 @@ def ask(get: Callable[[str], dict[str, Any]], url: str, backend: str) -> ServerI
             f"{url} runs vLLM {version}; streamer speaks the protocol of "
             f"{OLDEST[0]}.{OLDEST[1]} and later: upgrade the server"
         )
-    world_size = get("/get_world_size").get("world_size")
-    if type(world_size) is not int or world_size < 1:
-        raise IncompatibleServer(
-            f"{url}: /get_world_size answered {world_size!r}, not a count of workers"
-        )
-    config = _object(get("/server_info?config_format=json"), "vllm_config")
-    engine = _object(config, "weight_transfer_config").get("backend")
-    device = str(_object(config, "device_config").get("device", "cuda")).partition(":")[0]
-    if backend != "auto":
-        engine = backend
+
+
+def check_engine(url: str, engine: object) -> None:
+    """Raise `IncompatibleServer` for an engine that we do not send to."""
     if engine is None:
         raise IncompatibleServer(f"{url} was started without a weight-transfer backend: {START_SO}")
     if engine not in ("nccl", "streamer"):
@@ -43,7 +55,48 @@ def ask(get: Callable[[str], dict[str, Any]], url: str, backend: str) -> ServerI
             f"{url} receives with the backend {engine!r}; streamer speaks to nccl (vLLM's own) and "
             "streamer: name one of them in --weight-transfer-config"
         )
-    return ServerInfo(url, version, world_size, str(engine), device)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is of use in ``/server_info``, which also holds what must not be repeated.
+
+    ``environment`` are those of its ``NCCL_*`` and ``CUDA_VISIBLE_DEVICES`` that are set, None if
+    it does not tell; ``torch`` and ``nccl`` are versions, empty if it does not tell.
+    """
+
+    backend: object
+    device: str
+    environment: dict[str, str] | None
+    torch: str
+    nccl: str
+
+    @classmethod
+    def parse(cls, info: dict[str, Any]) -> Setup:
+        """From its JSON, of which nothing can be relied on."""
+        config, system = _object(info, "vllm_config"), _object(info, "system_env")
+        backend = _object(config, "weight_transfer_config").get("backend")
+        device = str(_object(config, "device_config").get("device", "cuda")).partition(":")[0]
+        settings, packages = system.get("env_vars"), system.get("pip_packages")
+        environment = None
+        if isinstance(settings, str):
+            environment = dict(
+                re.findall(r"^(NCCL_\w+|CUDA_VISIBLE_DEVICES)=(.*)$", settings, re.MULTILINE)
+            )
+        nccl = re.search(r"^\S*nvidia-nccl-cu\d+=+(\S+)", str(packages), re.MULTILINE)
+        return cls(
+            backend,
+            device,
+            environment,
+            str(system.get("torch_version") or ""),
+            nccl[1] if nccl else "",
+        )
+
+    def gpus(self, world_size: int) -> tuple[str, ...]:
+        """See `ServerInfo`."""
+        if self.device != "cuda" or self.environment is None:
+            return ()
+        return visible_gpus(self.environment.get("CUDA_VISIBLE_DEVICES"), world_size)
 
 
 def version_numbers(version: str) -> tuple[int, ...]:

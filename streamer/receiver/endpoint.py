@@ -9,8 +9,10 @@ from typing import Any
 import pybase64
 import torch
 
+from streamer.digest import StreamDigest
 from streamer.exceptions import PlanError, TransportError
 from streamer.receiver.loop import Sink, parse_update, receive
+from streamer.source import TensorSpec
 from streamer.transport.base import Transport
 from streamer.transport.gloo import GlooTransport
 from streamer.transport.lifeline import Lifeline
@@ -87,6 +89,7 @@ class Endpoint:
         self._info: InitInfo | None = None
         self._transport: Transport | None = None
         self._lifeline: Lifeline | None = None
+        self._last: tuple[list[TensorSpec], object] | None = None
 
     def join(self, info: InitInfo, *, update_open: bool) -> None:
         """Leave any earlier group and enter this one; returns when all ranks have joined.
@@ -127,21 +130,53 @@ class Endpoint:
         allocate: Callable[[int], torch.Tensor],
         sink: Sink,
     ) -> None:
-        """Receive one ``/update_weights`` call. See `streamer.receiver.loop.receive`."""
+        """Receive one ``/update_weights`` call. See `streamer.receiver.loop.receive`.
+
+        Empty lists mean those of the last call that was received whole, as with vLLM's own engine.
+        If the trainer asks with ``verify``, a number of its own, it is told under that number the
+        digest of what was received.
+        """
         if self._transport is None or self._info is None:
             raise TransportError(
                 "not connected to a trainer: POST /init_weight_transfer_engine first"
             )
+        number = update_info.get("verify")
+        if number is None:
+            self._receive(self._transport, self._info, update_info, allocate, sink)
+            return
+        if self._lifeline is None:
+            raise PlanError("update_info: verify needs the master_address of init_info")
+        digest = self._transport.digest = StreamDigest(self._device)
+        try:
+            self._receive(self._transport, self._info, update_info, allocate, sink)
+        finally:
+            self._transport.digest = None
+        told = {"verify": number, "digest": digest.hexdigest(), "seconds": digest.seconds}
+        self._lifeline.report(self._transport.rank, **told)
+
+    def _receive(
+        self,
+        transport: Transport,
+        info: InitInfo,
+        update_info: Mapping[str, Any],
+        allocate: Callable[[int], torch.Tensor],
+        sink: Sink,
+    ) -> None:
+        specs, chunk_sizes = parse_update(update_info), update_info.get("chunk_sizes")
+        if not specs and self._last is not None:
+            specs, chunk_sizes = self._last
+        self._last = None
         receive(
-            self._transport,
-            parse_update(update_info),
-            packed=self._info.packed,
-            buffer_size=self._info.packed_buffer_size_bytes,
+            transport,
+            specs,
+            packed=info.packed,
+            buffer_size=info.packed_buffer_size_bytes,
             allocate=allocate,
             sink=sink,
             timeout=RECEIVE_SECONDS,
-            chunk_sizes=update_info.get("chunk_sizes"),
+            chunk_sizes=chunk_sizes,
         )
+        self._last = specs, chunk_sizes
 
     def abort(self, reason: str) -> None:
         """End a receive that is under way on another thread."""
@@ -150,6 +185,7 @@ class Endpoint:
 
     def leave(self) -> None:
         """Free the communicator and forget the trainer. Idempotent; never blocks for long."""
+        self._last = None
         transport, self._transport = self._transport, None
         lifeline, self._lifeline = self._lifeline, None
         if transport is not None:

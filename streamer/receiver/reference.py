@@ -164,7 +164,13 @@ class ReferenceServer:
             "weight_transfer_config": {"backend": "streamer"},
             "device_config": {"device": self._device},
         }
-        return {"vllm_config": config, "vllm_env": {}, "system_env": {}}
+        shown = [
+            f"{name}={value}"
+            for name, value in os.environ.items()
+            if name.startswith("NCCL_") or name == "CUDA_VISIBLE_DEVICES"
+        ]
+        system = {"torch_version": version("torch"), "env_vars": "\n".join(shown)}
+        return {"vllm_config": config, "vllm_env": {}, "system_env": system}
 
     async def is_paused(self, _: Request) -> dict[str, Any]:
         return {"is_paused": self._paused}

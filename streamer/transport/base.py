@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from streamer.digest import StreamDigest
 from streamer.exceptions import DeadlineExceeded, TransportError
 
 
@@ -22,6 +23,8 @@ class Transport(ABC):
 
     device: torch.device
     """Where tensors must be."""
+    digest: StreamDigest | None = None
+    """If set, it is given every tensor that is broadcast, as sent or as received."""
 
     def __init__(self, device: torch.device, rank: int, world_size: int) -> None:
         if not 0 <= rank < world_size:
@@ -43,15 +46,23 @@ class Transport(ABC):
         Raises `DeadlineExceeded` after ``timeout`` seconds, `TransportError` if it fails.
         """
 
-    @abstractmethod
     def broadcast(self, tensor: torch.Tensor, timeout: float) -> None:
         """Send ``tensor`` if this is rank 0, else receive into it.
 
         ``tensor`` is contiguous and on `device`; every rank gives the same number of bytes. An
         empty tensor takes part in no collective. On CUDA the broadcast is enqueued on the current
-        stream, and the tensor must stay allocated until that stream has passed it; on the CPU it
+        stream, and the tensor must stay as it is until that stream has passed it; on the CPU it
         has been sent, or received, when this returns.
         """
+        if tensor.numel() == 0:
+            return
+        self._broadcast(tensor, timeout)
+        if self.digest is not None:
+            self.digest.add(tensor)
+
+    @abstractmethod
+    def _broadcast(self, tensor: torch.Tensor, timeout: float) -> None:
+        """`broadcast` of a tensor that is not empty."""
 
     def wait(self, timeout: float) -> None:
         """Block until every broadcast so far, and all else on the current stream, is complete."""

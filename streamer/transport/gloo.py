@@ -69,9 +69,7 @@ class GlooTransport(Transport):
         late = f"{waited}: not all of them came"
         self._finish(self._group.allreduce([warm_up]), timeout, late)
 
-    def broadcast(self, tensor: torch.Tensor, timeout: float) -> None:
-        if tensor.numel() == 0:
-            return
+    def _broadcast(self, tensor: torch.Tensor, timeout: float) -> None:
         self.check()
         if self._group is None:
             raise TransportError("this rank has not joined its broadcast group yet")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import json
 import logging
 import socket
@@ -28,6 +29,10 @@ SILENCE_SECONDS = 5.0
 """A trainer whose store does not answer for this long counts as dead."""
 
 _ALIVE, _YES = "streamer/alive", b"yes"
+_REMEDIES = {
+    errno.EADDRINUSE: "give another port, or 0 for a free one",
+    errno.EADDRNOTAVAIL: "give an address of this host",
+}
 log = logging.getLogger("streamer")
 
 
@@ -56,12 +61,17 @@ class Lifeline:
         """
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
+        # The connections of the last session linger on its port, which is no reason to refuse it.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((address, port))
             listener.listen(1024)
         except OSError as error:
             listener.close()
-            raise TransportError(f"cannot listen on {address}:{port}: {error.strerror}") from error
+            raise TransportError(
+                f"cannot listen on {address}:{port}: {error.strerror}; "
+                f"{_REMEDIES.get(error.errno or 0, 'give another address or port')}"
+            ) from error
         port = listener.getsockname()[1]
         store = TCPStore(
             address,
@@ -83,7 +93,7 @@ class Lifeline:
             store, beats = (_answering_client(address, port, timeout) for _ in range(2))
         except (OSError, RuntimeError) as error:
             raise TransportError(
-                f"the trainer does not answer at {address}:{port}: {str(error).splitlines()[0]}; "
+                f"the trainer does not answer at {address}:{port}: {_first_line(error)}; "
                 "can this host reach it there?"
             ) from error
         return cls(store, local, port, beats=beats)
@@ -93,8 +103,17 @@ class Lifeline:
         return {"master_address": self.local_address, "master_port": self.port}
 
     def report(self, rank: int, **state: Any) -> None:
-        """Tell the other end something about worker ``rank`` (JSON types)."""
-        self.store.set(_worker_key(rank), json.dumps(state))
+        """Tell the other end something about worker ``rank`` (JSON types), in place of the last.
+
+        Nothing waits for it: it is known over there a moment after this returns.
+        Raises `TransportError` if the trainer is gone.
+        """
+        try:
+            self.store.set(_worker_key(rank), json.dumps(state))
+        except RuntimeError as error:
+            raise TransportError(
+                f"the trainer at {self.store.host}:{self.port} is gone: {_first_line(error)}"
+            ) from error
 
     def reported(self, rank: int) -> dict[str, Any]:
         """What worker ``rank`` has said last; empty if nothing."""
@@ -225,6 +244,10 @@ def _within(timeout: float, step: Callable[[], _T]) -> _T:
     if not results:
         raise TimeoutError
     return results[0]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _worker_key(rank: int) -> str:

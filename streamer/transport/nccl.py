@@ -78,9 +78,7 @@ class NcclTransport(Transport):
             self._settle(code, deadline, "ncclAllReduce", missing, pause=1e-3)
             self.wait(max(deadline - time.monotonic(), 0.0))
 
-    def broadcast(self, tensor: torch.Tensor, timeout: float) -> None:
-        if tensor.numel() == 0:
-            return
+    def _broadcast(self, tensor: torch.Tensor, timeout: float) -> None:
         count, dtype = tensor.numel(), lib.DTYPES.get(tensor.dtype)
         if dtype is None:
             count, dtype = tensor.nbytes, lib.DTYPES[torch.uint8]

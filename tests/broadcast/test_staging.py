@@ -11,15 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamer import SourceError
-from streamer.broadcast import staging
-from streamer.broadcast.staging import (
-    Fill,
-    Stage,
-    as_bytes,
-    as_memoryview,
-    as_raw,
-    cut_regions,
-)
+from streamer.broadcast.fill import Fill, cut_regions
+from streamer.broadcast.staging import Stage, as_bytes, as_memoryview, as_raw
 from streamer.trace import Trace
 
 DTYPES = [
@@ -136,7 +129,7 @@ def test_a_memoryview_writes_through():
 def test_a_deferred_tensor_is_read_in_parts_by_several_threads(
     stage, monkeypatch, deferred, random_tensor
 ):
-    monkeypatch.setattr(staging, "SLOT_SIZE", 100)
+    monkeypatch.setattr("streamer.broadcast.fill.SLOT_SIZE", 100)
     together = threading.Barrier(3, timeout=20)
 
     def meet(start, stop):
@@ -186,7 +179,7 @@ def test_regions_cover_each_byte_once_and_leave_gaps_alone(pieces, slot, random)
     wanted = {(n, at, place + at - start) for n, start, stop, place in segments
               for at in range(start, stop)}  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging, "SLOT_SIZE", slot)
+        patch.setattr("streamer.broadcast.fill.SLOT_SIZE", slot)
         regions = cut_regions(segments)
         in_order = cut_regions(sorted(segments, key=lambda segment: segment[3]))
     assert regions == in_order, "neighbours are joined in whatever order they come"
@@ -205,7 +198,7 @@ def test_regions_cover_each_byte_once_and_leave_gaps_alone(pieces, slot, random)
 def test_what_a_read_raises_is_kept_and_the_others_go_on(
     stage, monkeypatch, deferred, random_tensor
 ):
-    monkeypatch.setattr(staging, "SLOT_SIZE", 10)
+    monkeypatch.setattr("streamer.broadcast.fill.SLOT_SIZE", 10)
 
     def fail(start, stop):
         if start == 20:

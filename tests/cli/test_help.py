@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import pkgutil
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
+from typer.models import OptionInfo
 
 import streamer.cli
 from streamer.hookspecs import Register, hookimpl
@@ -29,6 +31,18 @@ def test_every_command_has_an_example_and_a_word_on_every_option(
     assert f"Example: streamer {command}" in ended.stdout
     group: Any = streamer.cli.make_app().registered_commands
     assert command in [info.name for info in group]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_says_its_own_name(command: str) -> None:
+    # typer 0.27 names an option after its metavar where the two differ in case only: --PORT.
+    module = importlib.import_module(f"streamer.cli.{command}")
+    hints = get_type_hints(getattr(module, command), include_extras=True)
+    infos = {name: hint.__metadata__[0] for name, hint in hints.items() if name != "return"}
+    # In an annotation the first name stands where the default stands elsewhere.
+    options = {name: info.default for name, info in infos.items() if isinstance(info, OptionInfo)}
+    wanted = {name: f"--{name.replace('_', '-')}" for name in options}
+    assert options == wanted | ({"options": "--option"} if "options" in options else {})
 
 
 def test_help_lists_every_command(invoke: Callable[..., Any]) -> None:

@@ -67,6 +67,18 @@ def test_json_is_the_report_of_all_servers(
     assert other_server.holds(tensors)
 
 
+def test_verify_proves_the_arrival(
+    invoke: Callable[..., Any], server: Any, checkpoint: Path, tensors: dict[str, torch.Tensor]
+) -> None:
+    ended = invoke("push", checkpoint, "--to", server.url, "--verify")
+    assert (ended.code, ended.stderr) == (0, "")
+    assert re.search(r"; weight version \S+; arrival: digest \(\d\.\d\d s\)\n$", ended.stdout)
+    assert server.holds(tensors)
+    report = json.loads(invoke("push", checkpoint, "--to", server.url, "--verify", "--json").stdout)
+    assert [item["verified"] for item in report["servers"]] == ["digest"]
+    assert report["seconds"]["verify"] > 0
+
+
 def test_on_a_terminal_a_bar_is_drawn_beside_clean_json(
     on_terminal: Callable[..., Any], server: Any, checkpoint: Path
 ) -> None:

@@ -552,7 +552,7 @@ def test_a_certificate_that_is_not_trusted_is_an_error(client, fake_server):
 
 def test_a_ca_bundle_that_is_not_there_is_an_error_of_ours(client):
     with pytest.raises(StreamerError) as caught:
-        client("https://127.0.0.1:9", verify="/no/such/bundle.pem").get("/version", 1)
+        client("https://127.0.0.1:9", ca_bundle="/no/such/bundle.pem").get("/version", 1)
     assert "/no/such/bundle.pem" in str(caught.value)
 
 

@@ -246,6 +246,34 @@ def test_the_body_of_an_update(driver, vllm):
     }
 
 
+@pytest.mark.parametrize(
+    ("backend", "version", "reused"),
+    [("nccl", "0.33.0", True), ("nccl", "0.32.1", False), ("streamer", "0.32.0", True)],
+)
+def test_metadata_that_the_workers_have_is_not_sent_again(driver, vllm, backend, version, reused):
+    vllm.backend, vllm.version = backend, version
+    one, call = driver(), call_of()
+
+    def named():
+        one.begin("v2")
+        one.update(call)
+        listed = vllm.fake.calls[-1].body["update_info"]
+        one.commit("v2")
+        assert ("chunk_sizes" in listed) == (backend == "streamer" and bool(listed["names"]))
+        return bool(listed["names"])
+
+    assert [named(), named()] == [True, not reused]
+    vllm.fail("/update_weights")
+    with pytest.raises(ServerRefused):
+        named()
+    one.abandon()
+    assert named(), "nobody knows what a failed call has left behind"
+    one.join(JoinInfo({}, 1, 2, True, 64, 2))
+    assert named(), "a join begins anew"
+    call = call_of()
+    assert named(), "another call"
+
+
 def test_our_engine_is_told_the_chunks(driver, vllm):
     vllm.backend, vllm.device = "streamer", "cpu"
     one = driver()

@@ -167,8 +167,8 @@ class Model:
         self.first, self.second = work / f"{size}-7", work / f"{size}-8"
         for folder, seed in ((self.first, "7"), (self.second, "8")):
             make(arguments, folder, size, seed)
-        share = {"8b": "0.3", "0.6b": "0.1", "fp8": "0.1", "moe": "0.06"}[name]
-        extra = ["--gpu-memory-utilization", share]
+        # Without a fixed cache vLLM counts what its neighbours allocate meanwhile as its own.
+        extra = ["--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(1 << 30)]
         extra += ["--quantization", "fp8"] if name == "fp8" else []
         backends = arguments.backends.split(",")
         self.disk = Server(arguments, self.first, 1, port, "--load-format", "auto", *extra)

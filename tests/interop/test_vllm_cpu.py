@@ -5,6 +5,7 @@ Every test finds a server that serves the checkpoint ``a``; see conftest.py. Slo
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -16,8 +17,10 @@ from pathlib import Path
 import pytest
 
 import streamer
+from streamer.doctor import examine
 from streamer.drivers.vllm import INCOMPLETE
 from streamer.events import ChunkSent
+from streamer.options import Options
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -133,6 +136,28 @@ def test_two_syncs_and_a_second_session(server, checkpoints, from_disk):
     with streamer.connect(server.url, packed=False) as session:
         session.push(checkpoints["b"], weight_version="third")
         check_serves(server, from_disk["b"], "third")
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "per-tensor"])
+def test_an_arrival_is_proven(server, checkpoints, from_disk, packed):
+    """Every worker of the real engine tells the digest of what it received."""
+    options = {"verify": True, "packed": packed, "buffer_size": BUFFER_SIZE}
+    report = streamer.push(checkpoints["b"], to=server.url, weight_version="b", **options)
+    assert [item.verified for item in report.servers] == ["digest"]
+    assert report.seconds.verify > 0
+    check_serves(server, from_disk["b"], "b")
+
+
+def test_doctor_finds_a_real_server_fit(server, checkpoints, from_disk):
+    """And leaves it as it was."""
+    options = Options(buffer_size=BUFFER_SIZE, verify=True)
+    source = contextlib.closing(streamer.open_source(checkpoints["b"]))
+    found = {item.name: item for item in examine([server.url], options, source)}
+    assert {item.status for item in found.values()} == {"ok"}, found
+    assert found["backend"].text == "streamer on cpu (our own)"
+    assert found["settings there"].text.startswith("torch 2.")
+    assert found["complete"].text == "it serves a"
+    check_serves(server, from_disk["a"], "a")
 
 
 def test_source_fails_midway(server, checkpoints, from_disk, b):

@@ -156,6 +156,31 @@ def test_it_joins_reports_receives_and_joins_again(leaks, eventually):
     eventually(lambda: leaks()["threads"] == 0)
 
 
+def test_empty_lists_mean_those_of_the_last_call():
+    end = endpoint()
+    host = Lifeline.host("127.0.0.1")
+    trainer = GlooTransport(host, 0, 2)
+    info = InitInfo(rank_offset=1, world_size=2, **host.rendezvous())
+    joining = threading.Thread(target=end.join, args=(info,), kwargs={"update_open": False})
+    joining.start()
+    trainer.connect(20)
+    joining.join()
+    for lists in ({}, {"names": (), "shapes": ()}, {"names": (), "shapes": ()}):
+        got = {}
+        receiving = threading.Thread(
+            target=lambda got=got, lists=lists: got.update(receive(end, **lists))
+        )
+        receiving.start()
+        trainer.broadcast(torch.full((2,), 3.0), 20)
+        receiving.join()
+        assert got["w"].tolist() == [3.0, 3.0]
+    with pytest.raises(PlanError):
+        receive(end, shapes=((-1,),))
+    trainer.close()
+    host.close()
+    end.leave()
+
+
 def test_a_trainer_that_goes_wakes_a_worker_that_receives(eventually):
     end = endpoint()
     host = Lifeline.host("127.0.0.1")

@@ -104,7 +104,10 @@ def test_a_port_that_is_taken_is_named():
         port = taken.getsockname()[1]
         with pytest.raises(TransportError) as caught:
             Lifeline.host("127.0.0.1", port)
-    assert str(caught.value) == f"cannot listen on 127.0.0.1:{port}: Address already in use"
+    assert str(caught.value) == (
+        f"cannot listen on 127.0.0.1:{port}: Address already in use; "
+        "give another port, or 0 for a free one"
+    )
 
 
 def test_an_address_that_is_not_ours_is_named():
@@ -169,14 +172,14 @@ def test_a_trainer_that_says_nothing_ends_at_the_deadline():
     assert f"does not answer at 127.0.0.1:{port}" in str(errors[0])
 
 
-def test_workers_report_to_the_trainer():
+def test_workers_report_to_the_trainer(eventually):
     host = Lifeline.host("127.0.0.1")
     worker = Lifeline.join("127.0.0.1", host.port, 10)
     assert host.reported(1) == {}
     worker.report(1, update_open=True)
-    assert host.reported(1) == {"update_open": True}
+    eventually(lambda: host.reported(1) == {"update_open": True})
     worker.report(1, update_open=False, text="ü")
-    assert host.reported(1) == {"update_open": False, "text": "ü"}
+    eventually(lambda: host.reported(1) == {"update_open": False, "text": "ü"})
     host.wait_for_workers(2, 0.1, lambda: None)
     worker.close()
     host.close()

@@ -14,7 +14,7 @@ from streamer_huggingface import readahead
 from streamer_huggingface.readahead import ReadAhead
 
 from streamer import SourceError
-from streamer.broadcast.staging import SLOT_SIZE, cut_regions
+from streamer.broadcast.fill import SLOT_SIZE, cut_regions
 
 
 class Numbers:

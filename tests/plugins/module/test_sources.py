@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -309,23 +309,36 @@ def test_wrong_options_are_named(source: object, options: Any, message: str) -> 
 # vLLM's own sources
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParamMeta:
+    """As of 0.33; that of 0.32 has the first three, and a placement if it is for shards."""
+
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    owners: tuple[int, ...] | None = None
+    owners: tuple[int, ...] | None = field(default=None, kw_only=True)
+    mesh_shape: tuple[int, ...] | None = field(default=None, kw_only=True)
+    placements: tuple[object, ...] | None = field(default=None, kw_only=True)
 
 
 class Vllm32:
     """As sources are written for vLLM 0.32."""
 
-    def __init__(self, state: dict[str, Any], held: set[str] | None = None) -> None:
+    def __init__(
+        self,
+        state: dict[str, Any],
+        held: set[str] | None = None,
+        placements: tuple[object, ...] | None = None,
+    ) -> None:
         self.state = state
         self.held = held
+        self.placements = placements
 
     def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, value.dtype, value.shape) for name, value in self.state.items()]
+        return [
+            ParamMeta(name, value.dtype, value.shape, placements=self.placements)
+            for name, value in self.state.items()
+        ]
 
     def held_names(self) -> set[str] | None:
         return self.held
@@ -346,7 +359,13 @@ class Vllm33:
     def metadata(self) -> list[ParamMeta]:
         self.reads += 1
         return [
-            ParamMeta(name, value.dtype, tuple(value.shape), self.owners)
+            ParamMeta(
+                name,
+                value.dtype,
+                tuple(value.shape),
+                owners=self.owners,
+                placements=None if self.owners is None else ("Shard(dim=0)",),
+            )
             for name, value in self.state.items()
         ]
 
@@ -379,6 +398,8 @@ def test_a_rank_that_does_not_hold_all_cannot_send_all(refused: Refused) -> None
         name = "b" if isinstance(source, Vllm32) else "a"
         assert refused(source).startswith(f"{name} is not held by rank 0, which sends")
     assert "needs iter_full()" in refused(Vllm33Local(state))
+    pieces = Vllm32(state, placements=(0, -1))
+    assert refused(pieces).startswith("a comes in pieces, one of each rank: push the module")
 
 
 def test_a_vllm_source_that_breaks_its_word_is_told(sent: Sent) -> None:
@@ -441,7 +462,7 @@ def test_a_copy_at_the_opening_would_be_noticed(
     frozen = source.tensors()
     for found in frozen:
         object.__setattr__(found, "tensor", found.tensor.detach().clone())
-    monkeypatch.setattr(source, "tensors", lambda: frozen)
+    monkeypatch.setattr(source, "look_up", lambda: frozen)
     with torch.no_grad():
         model.embed.weight.add_(1)
     assert not same(sent(source), model.state_dict())

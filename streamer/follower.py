@@ -1,0 +1,159 @@
+"""A push on the ranks that do not send: the same plan, gathered and discarded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from streamer.exceptions import RankError, SpecMismatch
+from streamer.plan import make_plan
+from streamer.ranks import (
+    Message,
+    Ranks,
+    failure,
+    fingerprints,
+    lead_key,
+    newest_lead,
+    noted,
+    polls,
+    rank_key,
+    told,
+)
+from streamer.report import Report, Seconds, ServerReport
+from streamer.source import TensorSpec, WeightSource, checked, specs_of
+from streamer.timeouts import Clock
+
+
+def follow(
+    source: WeightSource,
+    clock: Clock,
+    check: Callable[[], None],
+) -> Report:
+    """Push ``source`` as a rank that does not send, and return the sender's report.
+
+    Chunks are cut as the sender says, whatever this rank's own options are. ``check()`` is called
+    in every wait and before each chunk, and may raise. Raises `RankError` if another rank fails or
+    does not come; what fails here is raised here, once the others are not kept waiting by it.
+    """
+    assert source.ranks is not None
+    follower = Follower(source.ranks, clock, check)
+    follower.join()
+    made, ended = 0, False
+    try:
+        mine = specs_of(source)
+        agreed = follower.agree()
+        _compare(mine, agreed["specs"])
+        plan = make_plan(mine, packed=agreed["packed"], buffer_size=agreed["size"])
+        payloads = checked(source, mine)
+        with contextlib.closing(payloads):
+            for chunk in plan.chunks:
+                go = follower.agree()
+                if "report" in go:  # the servers have these weights already
+                    return _report(go["report"])
+                made += len(chunk.specs)
+                for _ in chunk.specs:
+                    next(payloads)
+            follower.agree()
+            ended = True
+            next(payloads, None)
+        return _report(follower.agree()["report"])
+    except BaseException as error:
+        with noted(error):
+            source.catch_up(None if ended else made)
+        with noted(error):
+            follower.fail(error)
+        raise
+
+
+class Follower:
+    """What a rank that does not send says to rank 0, and hears from it, in one push."""
+
+    def __init__(self, ranks: Ranks, clock: Clock, check: Callable[[], None]) -> None:
+        self._ranks = ranks
+        self._clock = clock
+        self._check = check
+        self._key = rank_key(ranks.rank)
+        self._push = 0
+        self._step = 0
+        self._asking = False
+        self._over = False
+
+    def join(self) -> None:
+        """Wait for rank 0 to begin a push that this rank was not in yet."""
+        last = self._ranks.read(self._key).get("push", 0)
+        patience = self._clock.connect
+        for _ in polls(patience, self._check):
+            lead = newest_lead(self._ranks)
+            if lead.get("push", 0) > last and lead["step"] == 0 and "go" in lead:
+                self._push = lead["push"]
+                return
+        raise RankError(
+            f"rank 0 did not come within {patience:g} s: every rank of the process group must push "
+            "the same source at the same time",
+            0,
+        )
+
+    def agree(self) -> dict[str, Any]:
+        """Say that this rank is well, and wait for what rank 0 says to that.
+
+        It has the time of three of its own steps and a connection: what it waits for meanwhile are
+        servers, and the other ranks. Raises `RankError` if it says that a rank has failed.
+        """
+        self._step += 1
+        self._asking = True
+        self._write({})
+        patience = self._clock.connect + 3 * self._clock.progress
+        for _ in polls(patience, self._check):
+            if (go := self._answer()) is not None:
+                return go
+        error = RankError(f"rank 0 did not go on within {patience:g} s", 0)
+        self._write(failure(error, self._ranks.rank))
+        if (go := self._answer()) is not None:  # it had just read that this rank is well
+            return go
+        self._over = True
+        raise error
+
+    def _answer(self) -> dict[str, Any] | None:
+        lead = self._ranks.read(lead_key(self._push, self._step))
+        if lead.get("push", 0) > self._push:
+            self._over = True
+            raise RankError("rank 0 has given this push up, and begun another", 0)
+        if (lead.get("push"), lead.get("step")) != (self._push, self._step):
+            return None
+        self._asking = False
+        if "failed" in lead:
+            self._over = True
+            raise told(lead)
+        go: dict[str, Any] = lead["go"]
+        return go
+
+    def fail(self, error: BaseException) -> None:
+        """Have every rank raise for ``error``, unless they know."""
+        if not self._over:
+            self._over = True
+            self._step += not self._asking
+            self._write(failure(error, self._ranks.rank))
+
+    def _write(self, message: Message) -> None:
+        self._ranks.write(self._key, {"push": self._push, "step": self._step, **message})
+
+
+def _compare(specs: Sequence[TensorSpec], expected: str) -> None:
+    """Raise `SpecMismatch` unless these are the sender's specs."""
+    mine = fingerprints(specs)
+    for index, spec in enumerate(specs):
+        if mine[8 * index : 8 * index + 8] != expected[8 * index : 8 * index + 8]:
+            raise SpecMismatch(
+                f"tensor {index} is {spec} here, and another one on rank 0: every rank must push "
+                "the same model, with the same options"
+            )
+    if mine != expected:
+        raise SpecMismatch(
+            f"there are {len(specs)} tensors here, and {len(expected) // 8} on rank 0"
+        )
+
+
+def _report(values: dict[str, Any]) -> Report:
+    servers = tuple(ServerReport(**server) for server in values["servers"])
+    return Report(**{**values, "seconds": Seconds(**values["seconds"]), "servers": servers})
