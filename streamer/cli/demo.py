@@ -82,9 +82,6 @@ def _held(url: str) -> dict[str, str]:
     from streamer.drivers.http import HttpClient
 
     client = HttpClient(url, connect_timeout=10)
-    try:
-        answer = client.post("/weight_checker", {"action": "checksum"}, 60)
-    finally:
-        client.close()
+    answer = client.post("/weight_checker", {"action": "checksum"}, 60)
     checksums: dict[str, str] = answer["checksums"]
     return checksums

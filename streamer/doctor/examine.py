@@ -41,8 +41,6 @@ def examine(
             )
             for url in to
         ]
-        for client in clients:
-            stack.callback(client.close)
         drivers: list[VllmDriver] = []
         servers: list[ServerInfo] = []
         nccl = ""

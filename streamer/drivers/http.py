@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import http.client
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-import requests
-import urllib3
-
-from streamer.drivers.adapter import Call, CancellableAdapter
+from streamer.drivers.connection import (
+    Call,
+    Connection,
+    basic_login,
+    environment_proxy,
+    tls_context,
+)
 from streamer.exceptions import (
     DeadlineExceeded,
     IncompatibleServer,
@@ -85,13 +91,15 @@ class HttpClient:
         if ca_bundle is not None and not os.path.exists(ca_bundle):
             raise UsageError(f"there is no CA bundle at {ca_bundle}")
         self._secrets = sorted(_secrets(self._base, headers or {}), key=len, reverse=True)
-        self._session = requests.Session()
-        self._session.trust_env = trust_env
-        self._session.verify = ca_bundle or True
-        self._session.headers.update(headers or {})
-        self._adapter = CancellableAdapter()
-        self._session.mount("http://", self._adapter)
-        self._session.mount("https://", self._adapter)
+        self._headers = {"Connection": "close", "User-Agent": "streamer", **(headers or {})}
+        parts = urlsplit(self._base)
+        if parts.username is not None:
+            self._headers["Authorization"] = basic_login(parts.username, parts.password)
+        self._parts = parts
+        self._context = tls_context(ca_bundle) if parts.scheme == "https" else None
+        self._proxy = environment_proxy(self._base) if trust_env else None
+        self._calls: set[Call] = set()
+        self._lock = threading.Lock()
 
     @property
     def host(self) -> str:
@@ -123,37 +131,52 @@ class HttpClient:
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None
     ) -> dict[str, Any]:
         what = f"{method} {self.url}{path.partition('?')[0]}"
-        call = Call()
+        content = None if body is None else json.dumps(body).encode()
         started = time.monotonic()
+        call = Call(timeout)
+        with self._lock:
+            self._calls.add(call)
         try:
-            with self._trace.span(what), self._adapter.within(timeout, call):
-                response = self._session.request(
-                    method,
-                    self._base + path,
-                    json=body,
-                    timeout=(min(self._connect_timeout, timeout or self._connect_timeout), None),
-                    allow_redirects=False,
-                    stream=True,
-                )
-                with response:
-                    content = _content(what, response)
-                status, headers = response.status_code, response.headers
-                # An error that is kept must not keep the connection, which the response owns.
-                del response
-        except (OSError, urllib3.exceptions.HTTPError) as error:  # requests' own are OSErrors
-            if call.ended == "late" or isinstance(error, requests.Timeout):
+            with self._trace.span(what):
+                status, headers, answer = self._exchange(call, what, method, path, content)
+            if call.ended:  # a broken connection may look like the end of the answer
+                raise ConnectionError(call.ended)
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            if call.ended:
+                raise ServerUnreachable(f"{what}: {call.ended}") from error
+            if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(
                     f"{what}: no answer after {time.monotonic() - started:.1f} s"
                 ) from error
-            if call.ended:
-                raise ServerUnreachable(f"{what}: cancelled") from error
             cause = " ".join(self._without_secrets(_cause(error)).split())
             raise ServerUnreachable(f"{what}: {cause}; is the server up?") from error
         finally:
-            # A kept connection may be closed by the server just as the next call is sent on it,
-            # and a POST that was lost so could not be repeated.
-            self._session.close()
-        return self._answer(what, status, headers, content)
+            call.close()
+            with self._lock:
+                self._calls.discard(call)
+        return self._answer(what, status, headers, answer)
+
+    def _exchange(
+        self, call: Call, what: str, method: str, path: str, content: bytes | None
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        """Status, headers and body of the answer. Raises what the connection raises."""
+        connection = Connection(
+            call,
+            self._parts,
+            timeout=self._connect_timeout,
+            context=self._context,
+            proxy=self._proxy,
+        )
+        headers = self._headers
+        if content is not None:
+            headers = {**headers, "Content-Type": "application/json"}
+        # A kept connection may be closed by the server just as the next call is sent on it, and a
+        # POST that was lost so could not be repeated: each call has its own.
+        with contextlib.closing(connection):
+            response = connection.send_request(method, self._parts.path + path, content, headers)
+            with response:
+                answer = _read(what, response)
+            return response.status, {k.lower(): v for k, v in response.getheaders()}, answer
 
     def _answer(
         self, what: str, status: int, headers: Mapping[str, str], content: bytes
@@ -184,11 +207,9 @@ class HttpClient:
 
     def cancel(self) -> None:
         """Break every call under way; they raise `ServerUnreachable`. Later calls work."""
-        self._adapter.cancel()
-
-    def close(self) -> None:
-        """Close idle connections. A later call opens a new one."""
-        self._session.close()
+        with self._lock:
+            for call in self._calls:
+                call.end("cancelled")
 
 
 def _secrets(url: str, headers: Mapping[str, str]) -> Iterator[str]:
@@ -207,12 +228,14 @@ def _secrets(url: str, headers: Mapping[str, str]) -> Iterator[str]:
     return (value for value in set(values) if len(value) >= _SHORTEST_SECRET)
 
 
-def _content(what: str, response: requests.Response) -> bytes:
+def _read(what: str, response: http.client.HTTPResponse) -> bytes:
     content = bytearray()
-    for piece in response.iter_content(1 << 16):
+    while piece := response.read(1 << 16):
         content += piece
         if len(content) > _MAX_BODY:
             raise IncompatibleServer(f"{what}: answered more than {_MAX_BODY >> 20} MiB")
+    if response.length:
+        raise http.client.IncompleteRead(bytes(content), response.length)
     return bytes(content)
 
 
@@ -240,13 +263,8 @@ def _text(content: bytes) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost reason of a failed request: ``Connection refused``, not five wrappers."""
-    seen: BaseException | None = error
-    text = ""
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.strerror:
-            text = seen.strerror
-        elif not isinstance(seen, (requests.RequestException, urllib3.exceptions.HTTPError)):
-            text = str(seen) or type(seen).__name__
-        seen = seen.__cause__ or seen.__context__
-    return text or str(error)
+    """Why a call failed: ``Connection refused``, not the number of it."""
+    if isinstance(error, http.client.IncompleteRead):
+        return "the answer broke off"
+    text = error.strerror if isinstance(error, OSError) else None
+    return text or str(error) or type(error).__name__

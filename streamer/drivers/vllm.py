@@ -298,7 +298,7 @@ class VllmDriver:
         self._http.cancel()
 
     def close(self) -> None:
-        self._http.close()
+        self._http.cancel()
 
     def _weight_version(self) -> str | None:
         value = self._get("/weight_info").get("weight_version")

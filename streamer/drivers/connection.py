@@ -1,0 +1,195 @@
+"""One HTTP call on a connection of its own, that can be ended at any moment: late, or cancelled.
+
+Over `http.client`, at a fifth of the processor time of `requests`: a push to 64 servers is some 600
+calls, and while one is prepared, no other thread of this process does anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from streamer.exceptions import UsageError
+
+
+class Call:
+    """One call under way: its deadline, its socket, and why it was ended, if it was.
+
+    ``timeout`` is for all of it: a body may trickle for ever, each piece in time.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        self.ended = ""
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._watched: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    def left(self) -> float | None:
+        """Seconds until the deadline, if there is one. Raises `TimeoutError` after it."""
+        if self._deadline is None:
+            return None
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+    def connect(self, host: str, port: int, timeout: float) -> _Socket:
+        """A connection to the first address of ``host`` that answers, each within ``timeout``."""
+        failure: OSError | None = None
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        ):
+            sock = _Socket(family, kind, protocol)
+            sock.call = self
+            try:
+                self._watch(sock)
+                sock.settimeout(min(timeout, self.left() or timeout))
+                sock.connect(address)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return sock
+            except OSError as error:
+                sock.close()
+                failure = error
+                if self.ended:
+                    break
+        assert failure is not None
+        raise failure
+
+    def _watch(self, sock: socket.socket) -> None:
+        # A descriptor of its own: the one of ``sock`` goes over to TLS, whose own shutdown would
+        # take that layer from under the reading thread.
+        watched = sock.dup()
+        with self._lock:
+            before, self._watched = self._watched, watched
+            if before is not None:
+                before.close()
+            self._break()
+
+    def end(self, why: str) -> None:
+        """Break the connection, which wakes whatever waits for it; it raises."""
+        with self._lock:
+            self.ended = self.ended or why
+            self._break()
+
+    def _break(self) -> None:
+        if self.ended and self._watched is not None:
+            with contextlib.suppress(OSError):
+                self._watched.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """The call is through."""
+        with self._lock:
+            watched, self._watched = self._watched, None
+        if watched is not None:
+            watched.close()
+
+
+class _Socket(socket.socket):
+    """Gives every read the time that its call has left."""
+
+    call: Call
+
+    def recv_into(self, *args: Any, **kwargs: Any) -> int:
+        self.settimeout(self.call.left())
+        return super().recv_into(*args, **kwargs)
+
+
+class _TlsSocket(ssl.SSLSocket):
+    """The same over TLS."""
+
+    call: Call
+
+    def recv_into(self, *args: Any, **kwargs: Any) -> int:
+        self.settimeout(self.call.left())
+        return super().recv_into(*args, **kwargs)
+
+
+class Connection(http.client.HTTPConnection):
+    """A connection for one ``call`` to the server at ``url``, through ``proxy`` if there is one."""
+
+    def __init__(
+        self,
+        call: Call,
+        url: SplitResult,
+        *,
+        timeout: float,
+        context: ssl.SSLContext | None,
+        proxy: str | None = None,
+    ) -> None:
+        assert url.hostname is not None
+        port = url.port or (443 if url.scheme == "https" else 80)
+        self._call = call
+        self._name = url.hostname
+        self._connect_timeout = timeout
+        self._context = context
+        self._absolute = ""
+        self._more: dict[str, str] = {}
+        if proxy is None:
+            super().__init__(url.hostname, port)
+            return
+        host, proxy_port, login = _parse_proxy(proxy)
+        super().__init__(host, proxy_port)
+        if context is None:
+            self._absolute, self._more = f"{url.scheme}://{url.netloc.rpartition('@')[2]}", login
+        else:
+            self.set_tunnel(url.hostname, port, login)
+
+    def connect(self) -> None:
+        """Called by `http.client` when it needs the connection."""
+        sock: socket.socket = self._call.connect(self.host, self.port, self._connect_timeout)
+        self.sock = sock
+        if self._context is None:
+            return
+        if self._tunnel_host:  # type: ignore[attr-defined]
+            self._tunnel()  # type: ignore[attr-defined]
+        wrapped = self._context.wrap_socket(sock, server_hostname=self._name)
+        assert isinstance(wrapped, _TlsSocket)
+        wrapped.call = self._call
+        self.sock = wrapped
+
+    def send_request(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> http.client.HTTPResponse:
+        """Send the one request of this connection, and read the head of its answer."""
+        self.request(method, self._absolute + path, body, {**headers, **self._more})
+        return self.getresponse()
+
+
+def tls_context(ca_bundle: str | None) -> ssl.SSLContext:
+    """Trusts the certificates at ``ca_bundle``, by default those that `requests` trusts."""
+    from requests.utils import DEFAULT_CA_BUNDLE_PATH
+
+    context = ssl.create_default_context(cafile=ca_bundle or DEFAULT_CA_BUNDLE_PATH)
+    context.sslsocket_class = _TlsSocket
+    return context
+
+
+def environment_proxy(url: str) -> str | None:
+    """The proxy that HTTP_PROXY and its like give for ``url``."""
+    from requests.utils import get_environ_proxies, select_proxy
+
+    return select_proxy(url, get_environ_proxies(url))
+
+
+def basic_login(user: str | None, password: str | None) -> str:
+    """The value of an Authorization header, of parts of a URL."""
+    login = f"{unquote(user or '')}:{unquote(password or '')}".encode("latin-1")
+    return f"Basic {base64.b64encode(login).decode()}"
+
+
+def _parse_proxy(proxy: str) -> tuple[str, int, dict[str, str]]:
+    parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    if parts.scheme != "http" or parts.hostname is None:
+        raise UsageError("the environment's proxy is not an http:// one: only these are supported")
+    login = {}
+    if parts.username is not None:
+        login["Proxy-Authorization"] = basic_login(parts.username, parts.password)
+    return parts.hostname, parts.port or 80, login
