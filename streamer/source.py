@@ -145,7 +145,7 @@ def checked(source: WeightSource, specs: Sequence[TensorSpec]) -> Generator[Payl
                 f"tensor {index}: specs() says {spec.name}, the iterator gave {name}"
             )
         if isinstance(payload, torch.Tensor):
-            if payload.dtype != spec.dtype or tuple(payload.shape) != spec.shape:
+            if payload.dtype != spec.dtype or payload.shape != spec.shape:
                 raise SpecMismatch(
                     f"tensor {index}: specs() says {spec}, the iterator gave "
                     f"{TensorSpec(name, payload.dtype, tuple(payload.shape))}"

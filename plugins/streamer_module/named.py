@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,8 +17,7 @@ TIED = ("all", "first")
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
+class Named(NamedTuple):
     """A tensor, the name that it is sent under, and the one that its owner knows it by."""
 
     name: str

@@ -97,13 +97,11 @@ def without_wrappers(paths: Iterable[str]) -> list[str]:
     Torch's own underscored parts go wherever they are. ``module.`` goes once, and only if every
     name starts with it, as after DistributedDataParallel.
     """
-    names = []
-    for path in paths:
-        if not any(reserved in path for reserved in _RESERVED):
-            names.append(path)
-            continue
+    names = list(paths)
+    everything = "\n".join(names)
+    for index, path in enumerate(names if any(part in everything for part in _RESERVED) else ()):
         *parts, last = path.split(".")
-        names.append(".".join([*(part for part in parts if part not in _RESERVED), last]))
+        names[index] = ".".join([*(part for part in parts if part not in _RESERVED), last])
     if names and all(name.startswith(_FIRST) for name in names):
         return [name.removeprefix(_FIRST) for name in names]
     return names
@@ -124,8 +122,13 @@ def _is_subclass(kind: type, name: str, package: str) -> bool:
 
 def is_sharded_tensor(tensor: object) -> bool:
     """Whether this rank holds only a part of the tensor."""
-    return is_a(tensor, "DTensor", "torch.distributed") or is_a(
-        tensor, "FlatParameter", "torch.distributed.fsdp"
+    return _is_sharded_kind(type(tensor))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4096)
+def _is_sharded_kind(kind: type) -> bool:
+    return _is_subclass(kind, "DTensor", "torch.distributed") or _is_subclass(
+        kind, "FlatParameter", "torch.distributed.fsdp"
     )
 
 

@@ -60,6 +60,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return as_raw(tensor).contiguous().view(-1).view(torch.uint8)
 
 
+def _offset(pair: tuple[torch.Tensor, int]) -> int:
+    return pair[1]
+
+
 class _Slot:
     """A piece of pinned memory. ``copied`` is passed once its last contents are on the device."""
 
@@ -150,13 +154,23 @@ class Stage:
         All are on `device` and contiguous, of one of `BATCHED`, and must stay as they are until the
         stream has passed.
         """
-        batches: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for tensor, offset in tensors:
-            sources, targets = batches.setdefault(tensor.dtype, ([], []))
-            sources.append(tensor.detach().view(-1))
-            targets.append(fill.buffer[offset : offset + tensor.nbytes].view(tensor.dtype))
-        for sources, targets in batches.values():
-            torch._foreach_copy_(targets, sources)
+        with torch.no_grad():
+            runs: list[list[torch.Tensor]] = []
+            starts: list[int] = []
+            dtype, end = None, -1
+            for tensor, offset in sorted(tensors, key=_offset):
+                # There may be very many: neighbours of one dtype are cut out of the buffer at once.
+                if offset != end or tensor.dtype != dtype:
+                    dtype, end = tensor.dtype, offset
+                    runs.append([])
+                    starts.append(offset)
+                runs[-1].append(tensor.view(-1))
+                end += tensor.nbytes
+            for sources, start in zip(runs, starts, strict=True):
+                sizes = [source.numel() for source in sources]
+                nbytes = sum(sizes) * sources[0].itemsize
+                whole = fill.buffer[start : start + nbytes].view(sources[0].dtype)
+                torch._foreach_copy_(whole.split_with_sizes(sizes), sources)
 
     def _copy_from_host(
         self, fill: Fill, data: torch.Tensor, offset: int, guard: Callable[[], None]

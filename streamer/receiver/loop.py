@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 
@@ -96,14 +99,20 @@ def _chunks(
 
 def _views(chunk: Sequence[TensorSpec], buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     offset = 0
-    for spec in chunk:
-        if offset % spec.dtype.itemsize:
+    # There may be very many: neighbours of one dtype are cut out of the buffer at once.
+    for dtype, neighbours in groupby(chunk, attrgetter("dtype")):
+        run = list(neighbours)
+        if offset % dtype.itemsize:
             raise PlanError(
-                f"tensor {spec.name} starts at byte {offset} of its chunk, which is no multiple "
-                f"of the {spec.dtype.itemsize} bytes of {spec.dtype_name}"
+                f"tensor {run[0].name} starts at byte {offset} of its chunk, which is no multiple "
+                f"of the {dtype.itemsize} bytes of {run[0].dtype_name}"
             )
-        yield spec.name, _view(spec, buffer[offset : offset + spec.nbytes])
-        offset += spec.nbytes
+        counts = [math.prod(spec.shape) for spec in run]
+        end = offset + sum(counts) * dtype.itemsize
+        pieces = buffer[offset:end].view(dtype).split_with_sizes(counts)
+        for spec, piece in zip(run, pieces, strict=True):
+            yield spec.name, piece.view(spec.shape)
+        offset = end
 
 
 def _view(spec: TensorSpec, data: torch.Tensor) -> torch.Tensor:

@@ -459,9 +459,7 @@ def test_a_copy_at_the_opening_would_be_noticed(
     """The tests above would not pass with a source that reads values when it is opened."""
     model = make_model()
     source = streamer.open_source(model)
-    frozen = source.tensors()
-    for found in frozen:
-        object.__setattr__(found, "tensor", found.tensor.detach().clone())
+    frozen = [found._replace(tensor=found.tensor.detach().clone()) for found in source.tensors()]
     monkeypatch.setattr(source, "look_up", lambda: frozen)
     with torch.no_grad():
         model.embed.weight.add_(1)
