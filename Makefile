@@ -1,16 +1,17 @@
 # `make demo` and `make test` need Python 3.11 or later and nothing else. They keep what they install
-# in .venv and .vllm, and install again when what it depends on has changed.
+# in .venv, .vllm, .trl and .ray, and install again when what it depends on has changed.
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Exact releases, for build environments too. -qq leaves errors.
 INSTALL := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(PIP) install -qq
-UNIT := -n auto --ignore=tests/interop --ignore=tests/gpu
+UNIT := -n auto --ignore=tests/interop --ignore=tests/gpu --ignore=tests/integrations/trl \
+    --ignore=tests/ray
 # What goes through all that is installed: entry points, every command, pushes to a server.
 WHEEL := tests/cli $(wildcard tests/test_registry*.py)
 
-.PHONY: help demo test setup lint types unit wheel plugin-example vllm interop clean
+.PHONY: help demo test setup lint types unit wheel plugin-example vllm interop trl grpo ray clean
 
 help:
 	@echo 'make demo     push made-up weights to a server on this machine, and check every byte'
@@ -22,14 +23,18 @@ help:
 	@echo 'make plugin-example'
 	@echo '              build, install and test the example of a plugin (15 seconds)'
 	@echo 'make vllm     install vLLM for the CPU into .vllm (2 minutes)'
-	@echo 'make interop  the tests against real vLLM servers (4 minutes)'
+	@echo 'make interop  the tests against real vLLM servers and engines (8 minutes)'
+	@echo 'make trl      install TRL into .trl (1 minute)'
+	@echo 'make grpo     the TRL example against a real vLLM server (2 minutes)'
+	@echo 'make ray      install Ray beside vLLM into .ray, and push into actors (5 minutes)'
 	@echo 'make clean    remove all that was installed and built'
 
 demo: .venv/serve.stamp
 	@$(BIN)/streamer demo
 
 test:
-	@MAKE='$(MAKE)' scripts/run_steps.sh setup lint types unit wheel plugin-example vllm interop
+	@MAKE='$(MAKE)' scripts/run_steps.sh setup lint types unit wheel plugin-example vllm interop \
+	    trl grpo ray
 
 setup: .venv/dev.stamp
 
@@ -54,8 +59,16 @@ vllm: .vllm/streamer.stamp
 interop: .venv/dev.stamp vllm
 	$(BIN)/python -m pytest -p no:xdist -o faulthandler_timeout=600 tests/interop
 
+trl: .trl/trl.stamp
+
+grpo: .venv/dev.stamp vllm trl
+	$(BIN)/python -m pytest -p no:xdist -o faulthandler_timeout=600 tests/integrations/trl
+
+ray: .ray/ray.stamp
+	.ray/bin/python -m pytest -o faulthandler_timeout=600 tests/ray
+
 clean:
-	rm -rf .venv .vllm dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .vllm .trl .ray dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/bin/python:
@@ -80,4 +93,16 @@ clean:
 .vllm/streamer.stamp: .vllm/vllm.stamp pyproject.toml
 	PIP_CONSTRAINT=$(CURDIR)/scripts/vllm-constraints.txt .vllm/bin/python -m pip \
 	    --disable-pip-version-check install -qq --no-deps pluggy -e .
+	@touch $@
+
+# A trainer has no vLLM beside it: TRL, like vLLM, is in an environment of its own.
+.trl/trl.stamp: pyproject.toml constraints.txt scripts/trl-constraints.txt
+	$(PYTHON) -m venv --clear .trl
+	PIP_CONSTRAINT='$(CURDIR)/constraints.txt $(CURDIR)/scripts/trl-constraints.txt' \
+	    .trl/bin/python -m pip --disable-pip-version-check install -qq peft trl -e .
+	@touch $@
+
+# An overlay of .vllm, whose actors may hold a real vLLM.
+.ray/ray.stamp: .vllm/streamer.stamp scripts/install_ray.sh scripts/ray-constraints.txt constraints.txt
+	PYTHON='$(PYTHON)' scripts/install_ray.sh .ray .vllm
 	@touch $@

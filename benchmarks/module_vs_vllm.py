@@ -1,6 +1,7 @@
 """Tensors on the GPU into a running vLLM: vLLM's own trainer engine and streamer, same run.
 
-    python benchmarks/module_vs_vllm.py --url http://127.0.0.1:8000 --checkpoint FOLDER
+    python benchmarks/module_vs_vllm.py --url http://127.0.0.1:8000 --checkpoint FOLDER \
+        [--sizes 64,256,1024] [--num-buffers 2,3] [--trace FILE]
 
 Needs vLLM importable on the trainer's side, for the rival only. Seconds are medians of connected
 syncs, from ``/pause`` to the end of ``/resume`` for both: whoever uses the rival must call these,
@@ -27,22 +28,6 @@ from safetensors.torch import load_file
 import streamer
 
 MIB = 1 << 20
-
-
-class Held(streamer.WeightSource):
-    """Tensors that are on the device already."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    def specs(self) -> list[streamer.TensorSpec]:
-        return [
-            streamer.TensorSpec(name, tensor.dtype, tuple(tensor.shape))
-            for name, tensor in self.tensors.items()
-        ]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.tensors.items()
 
 
 def rival(
@@ -96,11 +81,24 @@ def rival(
 
 
 def ours(
-    url: str, tensors: dict[str, torch.Tensor], repeats: int, packed: bool, buffer_size: int
-) -> list[float]:
-    with streamer.connect(url, packed=packed, buffer_size=buffer_size) as session:
-        reports = [session.push(Held(tensors)) for _ in range(repeats + 1)]
-    return [report.seconds.total for report in reports[1:]]
+    url: str,
+    tensors: dict[str, torch.Tensor],
+    repeats: int,
+    packed: bool,
+    buffer_size: int,
+    num_buffers: int,
+    trace: str | None,
+) -> list[streamer.Report]:
+    record = streamer.Trace()
+    with streamer.connect(
+        url, packed=packed, buffer_size=buffer_size, num_buffers=num_buffers, trace=record
+    ) as session:
+        reports = [session.push(tensors) for _ in range(repeats + 1)]
+        if trace is not None:
+            record.enabled = True
+            session.push(tensors)
+            record.write(trace)
+    return reports[1:]
 
 
 def main() -> None:
@@ -108,6 +106,9 @@ def main() -> None:
     parser.add_argument("--url", required=True)
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--sizes", default="64,256,1024", help="MiB of a packed chunk")
+    parser.add_argument("--num-buffers", default="2,3", help="of streamer; vLLM's default is 2")
+    parser.add_argument("--trace", metavar="FILE")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     tensors: dict[str, torch.Tensor] = {}
@@ -115,22 +116,24 @@ def main() -> None:
         tensors |= load_file(file, device="cuda:0")
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     results: dict[str, float] = {}
-    for packed, size in (
-        (True, 64 * MIB),
-        (True, 256 * MIB),
-        (True, 1024 * MIB),
-        (False, 256 * MIB),
-    ):
-        mode = f"packed {size // MIB} MiB" if packed else "per tensor"
-        for who, measure in (("vLLM", rival), ("streamer", ours)):
-            seconds = statistics.median(
-                measure(arguments.url, tensors, arguments.repeats, packed, size)
-            )
-            results[f"{who}, {mode}"] = seconds
-            print(
-                f"{who + ', ' + mode:28} {seconds:.3f} s  {nbytes / 1e9 / seconds:6.1f} GB/s",
-                flush=True,
-            )
+
+    def tell(what: str, seconds: float, more: str = "") -> None:
+        results[what] = seconds
+        rate = nbytes / 1e9 / seconds
+        print(f"{what:34} {seconds:.3f} s  {rate:6.1f} GB/s  {more}", flush=True)
+
+    sizes = [int(size) for size in arguments.sizes.split(",")]
+    for size in [*sizes, None]:
+        packed, chunk = size is not None, (size or 256) * MIB
+        mode = f"packed {size} MiB" if packed else "per tensor"
+        seconds = rival(arguments.url, tensors, arguments.repeats, packed, chunk)
+        tell(f"vLLM, {mode}", statistics.median(seconds))
+        for buffers in map(int, arguments.num_buffers.split(",")):
+            trace = arguments.trace if size == 256 else None
+            reports = ours(arguments.url, tensors, arguments.repeats, packed, chunk, buffers, trace)
+            update = statistics.median(report.seconds.update for report in reports)
+            total = statistics.median(report.seconds.total for report in reports)
+            tell(f"streamer, {mode}, {buffers} buffers", total, f"update {update:.3f} s")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(results, indent=2))
 

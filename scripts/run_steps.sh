@@ -2,10 +2,18 @@
 # Run targets of the Makefile in turn, and end with a table of how each went: run_steps.sh TARGET ...
 #
 # A failed step does not keep the next from running, except that nothing can be done without `setup`,
-# nor `interop` without `vllm`. A step that takes half an hour hangs, and is ended.
+# nor `interop`, `grpo` and `ray` without `vllm`, nor `grpo` without `trl`. A step that takes half an hour
+# hangs, and is ended.
 set -u
 
-needs() { case $1 in setup) ;; interop) echo setup vllm ;; *) echo setup ;; esac; }
+needs() {
+    case $1 in
+        setup) ;;
+        interop | ray) echo setup vllm ;;
+        grpo) echo setup vllm trl ;;
+        *) echo setup ;;
+    esac
+}
 
 # `timeout` leads a process group of its own: Ctrl-C has to be passed on.
 step_pid=

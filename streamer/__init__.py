@@ -8,11 +8,15 @@ with streamer.connect("http://localhost:8000") as session:
         session.push(model)
 """
 
+from streamer.aio import aconnect, apush
+from streamer.drivers.engine import Engine
+from streamer.drivers.sync_client import WeightSyncClient
 from streamer.exceptions import (
     DeadlineExceeded,
     IncompatibleServer,
     PlanError,
     PluginError,
+    PushCancelled,
     RankError,
     ServerError,
     ServerRefused,
@@ -40,11 +44,13 @@ __all__ = [
     "ConnectOptions",
     "DeadlineExceeded",
     "DeferredTensor",
+    "Engine",
     "IncompatibleServer",
     "Payload",
     "Plan",
     "PlanError",
     "PluginError",
+    "PushCancelled",
     "RankError",
     "Ranks",
     "Report",
@@ -62,6 +68,9 @@ __all__ = [
     "UsageError",
     "VerificationError",
     "WeightSource",
+    "WeightSyncClient",
+    "aconnect",
+    "apush",
     "cast",
     "connect",
     "exclude",

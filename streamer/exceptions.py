@@ -13,10 +13,12 @@
     ├── RankError               another rank of a trainer failed, or did not come
     ├── TransportError          the data plane failed: rendezvous, broadcast, a dead peer
     ├── VerificationError       what arrived is not what was sent
+    ├── PushCancelled           a push that was ended from outside
     └── DeadlineExceeded        a wait ended at its deadline
 
 A message is one line that names the thing (server, phase, tensor, file, both values) and the
-remedy. Errors of libraries are turned into these where they are caught, with ``from``.
+remedy, whatever a server or a file puts into it. Errors of libraries are turned into these where
+they are caught, with ``from``.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class StreamerError(Exception):
     held: dict[str, str]
 
     def __init__(self, message: str) -> None:
-        super().__init__(message)
+        super().__init__(plain(message))
         self.held = {}
 
     def __str__(self) -> str:
@@ -74,6 +76,9 @@ class ServerRefused(ServerError):
         super().__init__(message)
         self.status = status
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.args[0], self.status), self.__dict__
+
 
 class IncompatibleServer(ServerError):
     """A server whose version, mode or configuration cannot work with this client."""
@@ -96,6 +101,10 @@ class VerificationError(StreamerError):
     """What arrived at a worker is not what was sent, or nobody can say that it is."""
 
 
+class PushCancelled(StreamerError):
+    """A push that `Session.cancel` has ended."""
+
+
 class DeadlineExceeded(StreamerError):
     """A wait ended at its deadline."""
 
@@ -103,3 +112,11 @@ class DeadlineExceeded(StreamerError):
 def one_line(error: BaseException) -> str:
     """The text of an error of any library, as part of a message."""
     return " ".join(str(error).split())
+
+
+def plain(text: str) -> str:
+    """``text`` on one line; what is not printable, and could command a terminal, is escaped."""
+    line = " ".join(text.splitlines())
+    if line.isprintable():
+        return line
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)

@@ -25,7 +25,7 @@ from streamer.gpus import refuse_if_nccl_says_so, refuse_own_gpu
 from streamer.network import address_towards, check_address
 from streamer.options import Options
 from streamer.plan import Call, Plan
-from streamer.source import Payload
+from streamer.source import Payload, WeightSource
 from streamer.timeouts import Clock
 from streamer.transport.base import Transport
 from streamer.transport.gloo import GlooTransport
@@ -86,10 +86,12 @@ class Group:
             device = options.device or torch.device("cuda", _current_device())
             refuse_own_gpu(servers, device)
         if backends == {"streamer"}:
-            urls = [server.url for server in servers]
+            urls = [server.url for server in servers if server.towards is None]
+            known = [server.towards for server in servers if server.towards is not None]
             if options.address is not None:
                 check_address(options.address, urls)
-            self.lifeline = Lifeline.host(options.address or address_towards(urls), options.port)
+            address = options.address or address_towards(urls, known)
+            self.lifeline = Lifeline.host(address, options.port)
         if device.type == "cpu":
             if self.lifeline is None:
                 raise IncompatibleServer(
@@ -134,6 +136,17 @@ class Group:
             trace=options.trace,
         )
 
+    @property
+    def left(self) -> bool:
+        """Whether a worker has said that it is no member any more: it has joined another trainer.
+
+        Only workers of our own engine say so.
+        """
+        lifeline = self.lifeline
+        return lifeline is not None and any(
+            lifeline.reported(member.rank).get("left") for member in self._members
+        )
+
     def sync(
         self,
         plan: Plan,
@@ -142,7 +155,7 @@ class Group:
         on_progress: Callable[[int], None],
         check: Callable[[], None],
         *,
-        lasting: bool,
+        source: WeightSource,
     ) -> None:
         """Run ``begin()``, then every call of ``plan``, while this thread reads ``payloads``.
 
@@ -158,7 +171,7 @@ class Group:
         def conduct(stream: ChunkStream) -> None:
             begin()
             for number, call in enumerate(plan.calls, start=1):
-                if stream.failure is not None:
+                if stream.look() is not None:
                     return
                 self.flowing = True
                 if self._verify:
@@ -170,7 +183,7 @@ class Group:
                 self.sent = Sent(plan.calls, tuple(digests))
 
         self.broadcaster.sync(
-            plan, payloads, conduct, lasting=lasting, on_progress=on_progress, check=check
+            plan, payloads, conduct, source=source, on_progress=on_progress, check=check
         )
 
     def _send(self, stream: ChunkStream, call: Call, verify: int | None = None) -> None:
@@ -218,6 +231,10 @@ class Group:
         through = threading.Event()
         futures = [self._pool.submit(call) for call in calls]
 
+        def silent() -> str:
+            pairs = zip(self._drivers, futures, strict=True)
+            return ", ".join(driver.url for driver, future in pairs if not future.done())
+
         def ended(future: Future[None]) -> None:
             if not future.cancelled() and future.exception() is not None:
                 self.transport.abort(f"a server failed: {future.exception()}")
@@ -237,26 +254,21 @@ class Group:
         try:
             yield
             through.set()
-            late = wait(futures, patience).not_done
-            if late:
-                urls = [
-                    driver.url
-                    for driver, future in zip(self._drivers, futures, strict=True)
-                    if future in late
-                ]
+            if wait(futures, patience).not_done:
                 raise DeadlineExceeded(
-                    f"{', '.join(urls)} did not answer {what} within {patience:g} s, though the "
-                    "broadcast group was through"
+                    f"the broadcast group was through, and nothing came for {patience:g} s"
                 )
         except BaseException as error:
             through.set()
             self.transport.abort("the trainer gave up")
             if isinstance(error, TransportError | DeadlineExceeded):
                 wait(futures, _ANSWER_SECONDS)
-            said = _first_error(futures)
+            said, urls = _first_error(futures), silent()
             self._cancel(futures)
             if said is not None and isinstance(error, StreamerError):
                 raise said from error
+            if urls and type(error) in (TransportError, DeadlineExceeded):
+                raise type(error)(f"{urls} did not answer {what}: {error}") from error
             raise
         said = _first_error(futures)
         if said is not None:
@@ -270,6 +282,11 @@ class Group:
             if not wait(futures, 0.1).not_done:
                 return
         raise TransportError("a call to a server could not be cancelled within 5 s")
+
+    def stop(self, error: BaseException) -> None:
+        """From any thread: end the sync under way as if its source had failed with ``error``."""
+        if self.broadcaster is not None:
+            self.broadcaster.stop(error)
 
     def close(self) -> None:
         """Leave the group and free its memory; the workers of our own engine notice at once."""

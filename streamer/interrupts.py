@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM during a sync: the stream is completed first, and then they take effect."""
+"""What ends a sync from outside: a signal, or another thread. The stream is completed first."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
+from streamer.exceptions import PushCancelled, StreamerError
 from streamer.source import Payload
 
 _DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
@@ -26,14 +27,35 @@ class Interrupts:
     def __init__(self, insist: Callable[[], None] = lambda: None) -> None:
         """``insist()`` is called at a second signal: it ends what the first one waits for."""
         self._insist = insist
+        self.requested = False
+        """Another thread has asked for the end of this push. Signals are not counted."""
+        self.inside = False
+        """Servers are in the middle of an update."""
         self._in_source = False
         self._pending: int | None = None
         self._before: dict[int, Any] = {}
 
     def check(self) -> None:
-        """Raise `KeyboardInterrupt` if a signal is being held back."""
+        """Raise `KeyboardInterrupt` if a signal is being held back, or see `check_request`."""
         if self._pending is not None:
             raise KeyboardInterrupt
+        self.check_request()
+
+    def check_request(self) -> None:
+        """Raise `PushCancelled` if another thread has asked for the end of this push."""
+        if self.requested:
+            raise PushCancelled("the push was cancelled")
+
+    def told(self, error: BaseException) -> BaseException:
+        """``error``, or what it means if the end of the push was asked for: `PushCancelled`."""
+        if not self.requested or not isinstance(error, StreamerError):
+            return error
+        if isinstance(error, PushCancelled):
+            return error
+        cancelled = PushCancelled("the push was cancelled")
+        cancelled.held = error.held
+        cancelled.__cause__ = error
+        return cancelled
 
     def within(self, payloads: Iterator[Payload]) -> Iterator[Payload]:
         """``payloads``, with signals let through while the source produces the next one."""
@@ -56,7 +78,8 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def __enter__(self) -> Interrupts:
-        self._pending = None
+        self.check_request()
+        self._pending, self.inside = None, True
         if threading.current_thread() is threading.main_thread():
             for number, default in _DEFAULTS.items():
                 if signal.getsignal(number) == default:
@@ -69,6 +92,7 @@ class Interrupts:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.inside = False
         while self._before:
             signal.signal(*self._before.popitem())
         if self._pending is not None:

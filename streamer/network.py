@@ -10,12 +10,13 @@ from urllib.parse import urlsplit
 from streamer.exceptions import ServerUnreachable, UsageError
 
 
-def address_towards(urls: Sequence[str]) -> str:
+def address_towards(urls: Sequence[str], known: Sequence[str] = ()) -> str:
     """The address of this host that the servers' hosts reach it at.
 
-    Loopback only if every server is on this host.
+    ``known`` are addresses that servers without a URL are known to reach it at. Loopback only if
+    every server is on this host.
     """
-    addresses = [_local_address(url) for url in urls]
+    addresses = [*known, *map(_local_address, urls)]
     remote = [item for item in addresses if not ipaddress.ip_address(item).is_loopback]
     return (remote or addresses)[0]
 

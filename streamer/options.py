@@ -86,11 +86,32 @@ class Options:
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, BACKENDS)
         _one_of("pause", self.pause, PAUSE_MODES)
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+                raise UsageError(f"{name} must be of type {kind.__name__}, not {value!r:.100}")
         for name in ("buffer_size", "num_buffers", "threads"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.on_event is not None and not callable(self.on_event):
+            raise UsageError(f"on_event must be callable, not {self.on_event!r:.100}")
+        if not all(isinstance(text, str) for pair in self.headers.items() for text in pair):
+            raise UsageError("headers must be texts by name")
         if self.port not in range(1 << 16):
             raise UsageError(f"port must be a number from 0 to 65535, not {self.port}")
+
+
+_KINDS: Mapping[str, type] = {
+    "packed": bool,
+    "verify": bool,
+    "trust_env": bool,
+    "buffer_size": int,
+    "num_buffers": int,
+    "threads": int,
+    "timeouts": Timeouts,
+    "headers": Mapping,
+    "trace": Trace,
+}
 
 
 def _one_of(name: str, value: str, values: Sequence[str]) -> None:

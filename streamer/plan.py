@@ -22,6 +22,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from streamer.exceptions import PlanError
 from streamer.source import TensorSpec
 
@@ -207,6 +209,30 @@ def _check(specs: Sequence[TensorSpec], buffer_size: int) -> None:
         raise PlanError(f"buffer size must be at least 1 byte, not {buffer_size}")
     names: set[str] = set()
     for spec in specs:
+        if not _is_valid(spec):
+            raise PlanError(
+                f"{spec!r:.200} is no spec: streamer.TensorSpec takes a name (text, as UTF-8), a "
+                "torch.dtype, and a shape, a tuple of whole numbers from 0 on"
+            )
         if spec.name in names:
             raise PlanError(f"tensor {spec.name} is in the source twice: rename or exclude one")
         names.add(spec.name)
+
+
+def _is_valid(spec: TensorSpec) -> bool:
+    return (
+        isinstance(spec, TensorSpec)
+        and isinstance(spec.name, str)
+        and (spec.name.isascii() or _is_utf8(spec.name))
+        and isinstance(spec.dtype, torch.dtype)
+        and isinstance(spec.shape, tuple)
+        and all(isinstance(size, int) and size >= 0 for size in spec.shape)
+    )
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

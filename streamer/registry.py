@@ -168,7 +168,12 @@ class Registry:
         if isinstance(source, str) and (match := _URI.fullmatch(source)):
             return self._by_scheme(match[1].lower()), match[2]
         if isinstance(source, (str, os.PathLike)):
-            path = Path(source).expanduser()
+            try:
+                if not source:
+                    raise SourceError("the source is empty: give a path, or scheme://...")
+                path = Path(source).expanduser()
+            except RuntimeError as error:  # whose home that is nobody knows
+                raise SourceError(f"not a usable path: {source}: {error}") from error
             if not path.exists() and not path.is_symlink():
                 raise SourceError(
                     f"no such file or folder: {path} (a path, or scheme://... with one of "

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from streamer.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +67,33 @@ class Report:
         values["gb_per_s"] = round(self.gb_per_s, 3)
         order = ("tensors", "bytes", "chunks", "seconds", "gb_per_s", "weight_version", "servers")
         return {name: values[name] for name in order}
+
+
+def make_report(
+    plan: Plan | None,
+    weight_version: str,
+    marks: Sequence[float],
+    verify: float,
+    servers: Sequence[ServerReport],
+) -> Report:
+    """The report of a sync that has sent ``plan``; nothing if that is None.
+
+    ``marks``: when it started, the source was open, the group connected, the last byte received,
+    the servers resumed.
+    """
+    started, opened, connected, updated, finished = marks
+    return Report(
+        tensors=plan.tensors if plan else 0,
+        bytes=plan.nbytes if plan else 0,
+        chunks=len(plan.chunks) if plan else 0,
+        seconds=Seconds(
+            open=opened - started,
+            connect=connected - opened,
+            update=updated - connected,
+            finish=finished - updated,
+            total=finished - started,
+            verify=verify,
+        ),
+        weight_version=weight_version,
+        servers=tuple(servers),
+    )

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from types import TracebackType
 from typing import Any, Unpack
 
+from streamer.aio import at_once, beside
 from streamer.drivers.base import Driver, ServerInfo
-from streamer.drivers.http import HttpClient
-from streamer.drivers.vllm import INCOMPLETE, VllmDriver
+from streamer.drivers.factory import Servers, listed, make_driver
+from streamer.drivers.vllm import check_version
 from streamer.events import ChunkSent, Event, SyncFailed, SyncFinished, SyncStarted
-from streamer.exceptions import StreamerError, UsageError
+from streamer.exceptions import PushCancelled, StreamerError, UsageError
 from streamer.follower import follow
 from streamer.group import Group
 from streamer.interrupts import Interrupts
@@ -26,7 +30,7 @@ from streamer.options import ConnectOptions, Options
 from streamer.plan import Plan, make_plan
 from streamer.ranks import Leader, several_ranks
 from streamer.registry import default_registry, open_source
-from streamer.report import Report, Seconds, ServerReport
+from streamer.report import Report, ServerReport, make_report
 from streamer.source import WeightSource, checked, specs_of
 from streamer.timeouts import Clock
 
@@ -40,33 +44,23 @@ class Session:
     push reconnects.
     """
 
-    def __init__(self, to: str | Sequence[str] | None, **options: Unpack[ConnectOptions]) -> None:
-        urls = [to] if isinstance(to, str) else list(to or ())
+    def __init__(self, to: Servers | None, **options: Unpack[ConnectOptions]) -> None:
+        servers = listed(to)
         self._options = Options.parse(options)
         self._clock = Clock(self._options.timeouts)
         self._drivers: list[Driver] = [
-            VllmDriver(
-                HttpClient(
-                    url,
-                    connect_timeout=self._options.timeouts.connect,
-                    headers=self._options.headers,
-                    ca_bundle=self._options.ca_bundle,
-                    trust_env=self._options.trust_env,
-                    trace=self._options.trace,
-                ),
-                clock=self._clock,
-                pause=self._options.pause,
-                backend=self._options.backend,
-                verify=self._options.verify,
-            )
-            for url in urls
+            make_driver(server, self._options, self._clock) for server in servers
         ]
-        if (to is not None and not urls) or len(set(self._urls)) != len(urls):
-            raise UsageError(
-                f"give at least one server, and each one once: {', '.join(self._urls) or 'none'}"
-            )
+        if len(set(self._urls)) != len(servers):
+            raise UsageError(f"give several servers, each one once: {', '.join(self._urls)}")
+        self.deliver: Callable[[Callable[[], None]], object] = at_once
+        """Calls ``on_event``; `apush` has that done on the thread of its event loop."""
+        self.turn = threading.Lock()
+        """Held while `apush` works on a thread."""
         self._closed = False
-        self._pool = ThreadPoolExecutor(2 * len(urls) or 1, thread_name_prefix="streamer-http")
+        self._pushing = threading.Lock()
+        self._process = os.getpid()
+        self._pool = ThreadPoolExecutor(2 * len(servers) or 1, thread_name_prefix="streamer-http")
         self._interrupts = Interrupts(self._abort)
         self._group: Group | None = None
         self._kept: Plan | None = None  # of the last push: the next one is often the same
@@ -92,8 +86,29 @@ class Session:
         """
         if self._closed:
             raise UsageError("the session is closed: connect again")
-        _check_version(weight_version)
+        check_version(weight_version)
+        with self._alone():
+            return self._run(source, weight_version, force)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The block is the one push of this session, in the process that made it."""
+        if os.getpid() != self._process:
+            raise UsageError(
+                "this session was made by another process, before a fork: connect here"
+            )
+        if not self._pushing.acquire(blocking=False):
+            raise UsageError(
+                "a push of this session is under way: wait for it, or connect a second session"
+            )
+        try:
+            yield
+        finally:
+            self._pushing.release()
+
+    def _run(self, source: object, weight_version: str | None, force: bool) -> Report:
         self._clock.start()
+        self._interrupts.requested = False
         started = time.monotonic()
         trace = self._options.trace
         opened: WeightSource | None = None
@@ -111,12 +126,22 @@ class Session:
                 leader.finish(report)
                 return report
         except BaseException as error:
-            self._tell(SyncFailed(error))
+            told = self._interrupts.told(error)
+            self._tell(SyncFailed(told))
+            if told is not error:
+                raise told from error
             raise
         finally:
             self._clock.stop()
             if opened is not None and opened is not source:
                 opened.close()
+
+    async def apush(
+        self, source: object, *, weight_version: str | None = None, force: bool = False
+    ) -> Report:
+        """`push` for asyncio, which runs on a thread of its own: see `streamer.aio`."""
+        step = partial(self.push, source, weight_version=weight_version, force=force)
+        return await beside(self, step)
 
     def _follow(self, source: WeightSource) -> Report:
         with self._interrupts:
@@ -127,7 +152,7 @@ class Session:
     def _plan(self, source: WeightSource) -> Plan:
         if not self._drivers:
             raise UsageError("this process sends, and needs a server: give its URL, not None")
-        specs = list(specs_of(source))
+        specs = specs_of(source)
         if not specs:
             raise StreamerError("the source has no tensors: nothing to send")
         if self._kept is None or self._kept.specs != specs:
@@ -145,11 +170,12 @@ class Session:
         started: float,
         leader: Leader,
     ) -> Report:
-        joined = self._group is not None and all(self._each(lambda driver: driver.is_ours()))
+        joined = self._group is not None and not self._group.left
+        joined = joined and all(self._each(lambda driver: driver.is_ours()))
         if not joined:
             self._probe()
         version = weight_version or source.weight_version
-        _check_version(version)
+        check_version(version)
         if version is None:
             version = f"streamer-{uuid.uuid4().hex[:12]}"
         elif weight_version is None and not force and self._all_serve(version):
@@ -179,27 +205,14 @@ class Session:
         self, plan: Plan | None, version: str, started: float, marks: list[float]
     ) -> Report:
         """``marks``: when the group was connected, the last byte received, the servers resumed."""
-        connected, updated, finished = marks
-        report = Report(
-            tensors=plan.tensors if plan else 0,
-            bytes=plan.nbytes if plan else 0,
-            chunks=len(plan.chunks) if plan else 0,
-            seconds=Seconds(
-                open=self._opened - started,
-                connect=connected - self._opened,
-                update=updated - connected,
-                finish=finished - updated,
-                total=finished - started,
-                verify=self._verify_seconds() if plan else 0.0,
-            ),
-            weight_version=version,
-            servers=tuple(
-                ServerReport(
-                    server.url, server.world_size, server.version, driver.verified if plan else None
-                )
-                for driver, server in zip(self._drivers, self.servers, strict=True)
-            ),
-        )
+        servers = [
+            ServerReport(
+                server.url, server.world_size, server.version, driver.verified if plan else None
+            )
+            for driver, server in zip(self._drivers, self.servers, strict=True)
+        ]
+        verify = self._verify_seconds() if plan else 0.0
+        report = make_report(plan, version, [started, self._opened, *marks], verify, servers)
         self._tell(SyncFinished(report))
         return report
 
@@ -209,13 +222,16 @@ class Session:
 
     def join(self) -> None:
         """Make every worker join a fresh broadcast group. Done by a push if need be."""
+        self._interrupts.requested = False
         self._probe()
         self._join()
 
     def _probe(self) -> None:
+        self._interrupts.check_request()
         self.servers = self._each(lambda driver: driver.probe())
 
     def _join(self) -> None:
+        self._interrupts.check_request()
         self._leave()
         self._group = Group(self._drivers, self.servers, self._options, self._clock, self._pool)
 
@@ -240,7 +256,7 @@ class Session:
                 lambda: self._each(lambda driver: driver.begin(version)),
                 on_progress,
                 check,
-                lasting=source.lasting,
+                source=source,
             )
 
     def _give_up(self, error: BaseException) -> None:
@@ -294,10 +310,7 @@ class Session:
 
     def _tell(self, event: Event) -> None:
         if self._options.on_event is not None:
-            try:
-                self._options.on_event(event)
-            except Exception:
-                log.exception("the on_event of this session failed")
+            self.deliver(partial(_observe, self._options.on_event, event))
         for problem in default_registry().call_on_event(event):
             log.error("a plugin's streamer_on_event failed", exc_info=problem)
 
@@ -315,6 +328,26 @@ class Session:
         for note in getattr(problem, "__notes__", []):
             log.warning("%s", note)
 
+    def cancel(self, *, insist: bool = False) -> None:
+        """From another thread: end the push under way as a signal does, and come back at once.
+
+        It raises `PushCancelled` when its servers are released, or marked and left paused, as after
+        any failure. What it waits for is woken, but not the code of a source: the broadcast is
+        completed with filler meanwhile, and the push ends when the source goes on. An update that
+        is being closed already is completed. With ``insist`` the transport is aborted as well, as
+        by a second signal, and calls to the servers are given up, which may take a moment. Where no
+        push is under way this does nothing.
+        """
+        self._interrupts.requested = True
+        inside, group = self._interrupts.inside, self._group
+        if inside and group is not None:
+            group.stop(PushCancelled("the push was cancelled"))
+        if insist:
+            self._abort()
+        if insist or not inside:
+            for driver in self._drivers:
+                driver.cancel()
+
     def _abort(self) -> None:
         if self._group is not None:
             self._group.transport.abort("interrupted")
@@ -328,6 +361,8 @@ class Session:
         """Leave the servers and free all memory and threads. Idempotent; never raises for a server
         that is gone: what goes wrong is logged."""
         self._closed = True
+        if os.getpid() != self._process:
+            return  # after a fork neither the threads nor the servers are this process's
         self._leave()
         for driver in self._drivers:
             driver.close()
@@ -345,18 +380,17 @@ class Session:
         self.close()
 
 
-def _check_version(version: object) -> None:
-    if version is None:
-        return
-    if not isinstance(version, str) or not version:
-        raise UsageError(f"a weight version is a text, not {version!r}")
-    if version.startswith(INCOMPLETE):
-        raise UsageError(f"a weight version must not start with {INCOMPLETE}: that marks failures")
+def _observe(on_event: Callable[[Event], None], event: Event) -> None:
+    try:
+        on_event(event)
+    except Exception:
+        log.exception("the on_event of this session failed")
 
 
-def connect(to: str | Sequence[str] | None, **options: Unpack[ConnectOptions]) -> Session:
+def connect(to: Servers | None, **options: Unpack[ConnectOptions]) -> Session:
     """Connect to the server at ``to``, or to several as one group, for any number of pushes.
 
+    A server is a URL, or an engine: an object, or a handle of a Ray actor, see `Engine`.
     Asks each server what it is and has its workers join the broadcast group. Raises `ServerError`
     or `TransportError` if that fails; see `ConnectOptions`. In a trainer of several ranks this is
     left to the first push, whose source says which rank sends; ``to`` may be None on the others.
@@ -373,7 +407,7 @@ def connect(to: str | Sequence[str] | None, **options: Unpack[ConnectOptions]) -
 
 def push(
     source: object,
-    to: str | Sequence[str] | None,
+    to: Servers | None,
     *,
     weight_version: str | None = None,
     force: bool = False,

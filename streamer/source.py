@@ -105,14 +105,22 @@ class WeightSource(ABC):
         been through. None means the end of the source.
         """
 
+    def progress(self) -> int:
+        """A number that changes while bytes come in, for a source that waits for a network.
+
+        Asked when a tensor has not come for the progress timeout: if it has changed since, the wait
+        goes on. Called on any thread; must not wait and must not raise.
+        """
+        return 0
+
     def close(self) -> None:  # noqa: B027  (most sources have nothing to release)
         """Release files and connections. Called once by whoever opened the source."""
 
 
-def specs_of(source: WeightSource) -> Sequence[TensorSpec]:
+def specs_of(source: WeightSource) -> list[TensorSpec]:
     """``source.specs()``. An exception that is not one of ours becomes a `SourceError`."""
     try:
-        return source.specs()
+        return list(source.specs())
     except StreamerError:
         raise
     except Exception as error:

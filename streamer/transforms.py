@@ -79,6 +79,10 @@ class Transformed(WeightSource):
         """See `WeightSource.lasting`."""
         return self._lasting and self._source.lasting
 
+    def progress(self) -> int:
+        """See `WeightSource.progress`."""
+        return self._source.progress()
+
     @property
     def ranks(self) -> Ranks | None:  # type: ignore[override]  # it is the source's
         """See `WeightSource.ranks`."""

@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -296,6 +297,10 @@ class FakeServer:
         )
         self._thread.start()
 
+    def secure(self, context: ssl.SSLContext) -> None:
+        """Speak TLS from now on."""
+        self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+
     @property
     def paths(self) -> list[str]:
         """The calls so far, as ``GET /version``."""
@@ -317,6 +322,12 @@ class FakeServer:
 def reply() -> Callable[..., Answer]:
     """`answer`: what a route of a `fake_server` says."""
     return answer
+
+
+@pytest.fixture(scope="session")
+def fake_server_class() -> type[FakeServer]:
+    """`FakeServer`, for a test that keeps one for longer; stop it."""
+    return FakeServer
 
 
 @pytest.fixture

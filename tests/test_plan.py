@@ -346,3 +346,24 @@ def test_a_hundred_thousand_tensors(packed):
             assert [c.nbytes for c in consume(listed(call), 1 << 16)] == [
                 c.nbytes for c in call.chunks
             ]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ("w", torch.float32, (1,)),
+        None,
+        TensorSpec(1, torch.float32, (1,)),
+        TensorSpec(b"w", torch.float32, (1,)),
+        TensorSpec("\ud800", torch.float32, (1,)),
+        TensorSpec("w", "float32", (1,)),
+        TensorSpec("w", torch.float32, [2, 3]),
+        TensorSpec("w", torch.float32, (2.0, 3)),
+        TensorSpec("w", torch.float32, (-2, 3)),
+        TensorSpec("w", torch.float32, 5),
+    ],
+    ids=repr,
+)
+def test_what_is_no_spec_is_named(spec):
+    with pytest.raises(PlanError, match="is no spec"):
+        make_plan([TensorSpec("good", torch.float32, ()), spec])

@@ -175,6 +175,23 @@ def test_sessions_one_after_another_and_in_turns(session, server, push):
     push(session(server), [server], weights(5))
 
 
+@pytest.mark.parametrize("how", ["joins", "is refused"])
+def test_another_trainer_that_has_only_connected_is_noticed(
+    session, server, other_server, push, how
+):
+    """The weights are what they were, but the workers have left the group."""
+    first = session(server, other_server)
+    push(first, [server, other_server], weights(1))
+    if how == "joins":
+        session(other_server)
+    else:
+        other_server.fail("/init_weight_transfer_engine", 500, "no")
+        with pytest.raises(ServerRefused):
+            session(server, other_server)
+        other_server.heal()
+    push(first, [server, other_server], weights(2))
+
+
 def test_a_model_larger_than_a_call_is_sent_in_several(session, server, push, monkeypatch):
     plain = session_module.make_plan
     monkeypatch.setattr(session_module, "make_plan", lambda *a, **k: plain(*a, **k, call_size=4000))
@@ -190,8 +207,38 @@ def test_close_is_idempotent_and_ends_the_membership(session, server):
     server.heal()
     one.close()
     one.close()
-    assert server.calls == ["POST /shutdown_weight_transfer_engine"]
+    assert server.calls == ["GET /weight_info", "POST /shutdown_weight_transfer_engine"]
     assert not [t.name for t in threading.enumerate() if t.name.startswith("streamer")]
+
+
+def test_a_push_within_a_push_is_refused(session, server, make_source):
+    inner: list[BaseException] = []
+
+    def again(event):
+        try:
+            one.push(make_source(weights(2)))
+        except UsageError as error:
+            inner.append(error)
+
+    one = session(server, on_event=again)
+    one.push(make_source(weights(1)))
+    assert "a push of this session is under way" in str(inner[0])
+    assert one.push(make_source(weights(2))).tensors
+
+
+def test_a_session_does_not_outlive_a_fork(session, server, make_source):
+    one = session(server)
+    child = os.fork()
+    if child == 0:
+        try:
+            one.push(make_source(weights(1)))
+        except UsageError as error:
+            one.close()
+            os._exit(7 if "before a fork" in str(error) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    one.push(make_source(weights(1)))
 
 
 def test_a_closed_session_says_so(session, server, make_source):

@@ -57,6 +57,14 @@ class Cache:
         found = (path for path in snapshot.rglob("*") if path.is_file())
         return sorted(path.relative_to(snapshot).as_posix() for path in found)
 
+    def arriving(self) -> int:
+        """Bytes of the files that are being written."""
+        total = 0
+        with contextlib.suppress(OSError):  # it may be complete before it is looked at
+            for path in (self._repo / "blobs").glob("*.incomplete"):
+                total += path.stat().st_size
+        return total
+
     @property
     def _ref(self) -> Path:
         return self._repo / "refs" / self._path.revision

@@ -146,6 +146,10 @@ class CachedSource(WeightSource):
                     here.check_unchanged()
                 yield tensor.spec.name, replace(tensor, file=here)
 
+    def progress(self) -> int:
+        """See `WeightSource.progress`."""
+        return self._cache.arriving()
+
     @contextmanager
     def _downloading(self, names: Sequence[str]) -> Iterator[Downloads | None]:
         """Download ``names`` inside the block. No process is started for nothing."""

@@ -59,6 +59,10 @@ class DirectSource(WeightSource):
         for tensor in self._tensors:
             yield tensor.spec.name, replace(tensor, file=files[tensor.file])
 
+    def progress(self) -> int:
+        """See `WeightSource.progress`."""
+        return self._client.received
+
     def close(self) -> None:
         """End all requests; iterating and reading raise `SourceError` from now on."""
         self._closed = True

@@ -80,6 +80,8 @@ class RangeClient:
         self._web = Web(target, connections)
         self._slots = threading.Semaphore(connections)
         self._closed = threading.Event()
+        self.received = 0
+        """Bytes of weights that have come in: about so many, as no thread waits to count them."""
         self._live: set[urllib3.BaseHTTPResponse] = set()
 
     def open(self, name: str) -> RemoteFile:
@@ -134,6 +136,7 @@ class RangeClient:
                             raise urllib3.exceptions.ProtocolError(_SHORT)
                         buffer[done : done + len(data)] = data
                         done += len(data)
+                        self.received += len(data)
             except Exception as error:
                 if done - before >= _PIECE:
                     retries.progress()

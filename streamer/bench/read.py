@@ -43,7 +43,7 @@ class Reading:
 
         with contextlib.closing(checked(self._source, self._all)) as payloads:
             sample = itertools.islice(payloads, self.plan.tensors)
-            self._broadcaster.sync(self.plan, sample, conduct, lasting=self._source.lasting)
+            self._broadcaster.sync(self.plan, sample, conduct, source=self._source)
 
     def close(self) -> None:
         """Free the memory and the threads."""

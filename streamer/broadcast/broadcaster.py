@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
@@ -11,8 +12,9 @@ import torch
 from streamer.broadcast.ring import Ring
 from streamer.broadcast.staging import Stage
 from streamer.broadcast.stream import ChunkStream
+from streamer.exceptions import StreamerError
 from streamer.plan import Chunk, Plan
-from streamer.source import Payload
+from streamer.source import Payload, WeightSource
 from streamer.trace import Trace
 from streamer.transport.base import Transport
 
@@ -60,16 +62,26 @@ class Broadcaster:
         self._ring = Ring(self._stage.allocate(0))
         cuda = transport.device.type == "cuda"
         self._stream = torch.cuda.Stream(transport.device) if cuda else None
+        self._current: weakref.ref[ChunkStream] | None = None
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="streamer-send", daemon=True)
         self._thread.start()
 
     def prepare(self, plan: Plan) -> None:
-        """Allocate the memory that ``plan`` needs, unless it is there already."""
+        """Allocate the memory that ``plan`` needs, unless it is there already.
+
+        Raises `StreamerError` if there is not so much.
+        """
         size = Ring.size(plan.largest_chunk, min(self._num_buffers, len(plan.chunks)))
         if self._ring.memory.numel() < size:
             self._free()
-            self._ring = Ring(self._stage.allocate(size))
+            try:
+                self._ring = Ring(self._stage.allocate(size))
+            except RuntimeError as error:  # torch.OutOfMemoryError is one
+                raise StreamerError(
+                    f"cannot have {size} bytes of staging memory on {self._transport.device}: "
+                    f"{str(error).partition(chr(10))[0]}; give a smaller buffer_size or num_buffers"
+                ) from error
             if self._stream is not None:
                 self._ring.memory.record_stream(self._stream)
         self._ring.clear()
@@ -83,15 +95,15 @@ class Broadcaster:
         payloads: Iterator[Payload],
         conduct: Callable[[ChunkStream], None],
         *,
-        lasting: bool = False,
+        source: WeightSource,
         on_progress: Callable[[int], None] = lambda nbytes: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Stage ``plan`` on this thread while ``conduct(stream)`` runs on the sending thread.
 
         ``conduct`` opens call after call on the servers and has ``stream.send(call)`` broadcast
-        it; it opens none once ``stream.failure`` is set. ``lasting`` is `WeightSource.lasting` of
-        where ``payloads`` come from. ``on_progress(nbytes)`` is called on
+        it; it opens none once ``stream.failure`` is set. ``payloads`` are what ``source``
+        yields. ``on_progress(nbytes)`` is called on
         this thread for each chunk, with all bytes sent so far; ``check()`` before each chunk, and
         what it raises stops the source.
 
@@ -107,9 +119,10 @@ class Broadcaster:
             send=send_packed if plan.packed else send_per_tensor,
             stream=self._stream,
             progress=self._progress,
-            lasting=lasting,
+            source=source,
             trace=self._trace,
         )
+        self._current = weakref.ref(stream)
         ended = threading.Event()
         failures: list[BaseException] = []
 
@@ -152,6 +165,12 @@ class Broadcaster:
             raise failures[0]
         if stream.failure is not None:
             raise stream.failure
+
+    def stop(self, error: BaseException) -> None:
+        """From any thread: end the sync under way, if any, as if its source had so failed."""
+        stream = None if self._current is None else self._current()
+        if stream is not None:
+            stream.fail(error)
 
     def _run(self) -> None:
         """The sending thread: sync after sync."""

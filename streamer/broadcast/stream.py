@@ -12,15 +12,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from streamer.broadcast.fill import Fill
 from streamer.broadcast.ring import Ring
 from streamer.broadcast.staging import Stage, as_bytes
-from streamer.exceptions import DeadlineExceeded, SourceError, StreamerError
+from streamer.exceptions import DeadlineExceeded, SourceError, StreamerError, one_line
 from streamer.plan import Call, Chunk, Plan
-from streamer.source import Payload
+from streamer.source import Payload, WeightSource
 from streamer.trace import Trace
 from streamer.transport.base import Transport
 
@@ -55,7 +56,7 @@ class ChunkStream:
         send: Send,
         stream: torch.cuda.Stream | None,
         progress: float,
-        lasting: bool,
+        source: WeightSource,
         trace: Trace,
     ) -> None:
         self._plan = plan
@@ -64,7 +65,8 @@ class ChunkStream:
         self._send = send
         self._stream = stream
         self._progress = progress
-        self._lasting = lasting
+        self._lasting = source.lasting
+        self._progress_of = source.progress
         self._trace = trace
         self._turn = threading.Condition()
         self._ring = ring
@@ -232,10 +234,20 @@ class ChunkStream:
                 self._turn.notify_all()
             del staged  # it may be the source's own tensor
 
+    def look(self) -> BaseException | None:
+        """`failure`, also for a read that has failed of what is still to be sent: with neither,
+        there is use in opening a call."""
+        with self._turn:
+            staged = list(self._staged)
+        for one in staged:
+            self._see_reads(one)
+        return self.failure
+
     def _wait_for(self, chunk: Chunk) -> _Staged:
         """``chunk`` as it was staged and read, or filler in its place."""
         with self._turn:
-            self._turn.wait_for(lambda: self._staged or self.failure is not None, self._progress)
+            there = partial(self._turn.wait_for, lambda: self._staged or self.failure is not None)
+            self._patiently(there)
             if self._staged:
                 staged = self._staged.popleft()
                 if not staged.in_place:
@@ -250,22 +262,39 @@ class ChunkStream:
             self._await_reads(staged)
         return staged
 
+    def _patiently(self, wait: Callable[[float], object]) -> bool:
+        """Whether ``wait`` comes true before the source has stood still for the progress timeout.
+
+        That is seen after at most twice the timeout.
+        """
+        seen = self._progress_of()
+        while not wait(self._progress):
+            before, seen = seen, self._progress_of()
+            if seen == before:
+                return False
+        return True
+
     def _filler(self, chunk: Chunk) -> _Staged:
         """A chunk of whatever the memory holds."""
         return _Staged(chunk, Fill(self._ring.memory[: chunk.nbytes]), in_place=True)
 
     def _await_reads(self, staged: _Staged) -> None:
-        first, last = staged.chunk.specs[0].name, staged.chunk.specs[-1].name
-        what = first if first == last else f"{first} to {last}"
-        if not staged.fill.wait(0 if self.late_reads else self._progress):
+        wait = staged.fill.wait
+        if not (wait(0) if self.late_reads else self._patiently(wait)):
             self.late_reads = True
+            what = _range(staged.chunk)
             self.fail(SourceError(f"{what}: not read within {self._progress:g} s"))
+        self._see_reads(staged)
+
+    def _see_reads(self, staged: _Staged) -> None:
+        """Fail if a read of ``staged`` has."""
         error = staged.fill.error
         if error is None:
             return
         self._transport.check()
         if not isinstance(error, StreamerError):
-            error = SourceError(f"reading {what}: {type(error).__name__}: {error}")
+            what = _range(staged.chunk)
+            error = SourceError(f"reading {what}: {type(error).__name__}: {one_line(error)}")
         self.fail(error)
 
     def _broadcast(self, staged: _Staged) -> None:
@@ -288,6 +317,12 @@ class ChunkStream:
         with self._turn:
             self._over = True
             self._turn.notify_all()
+
+
+def _range(chunk: Chunk) -> str:
+    """Which tensors a chunk holds."""
+    first, last = chunk.specs[0].name, chunk.specs[-1].name
+    return first if first == last else f"{first} to {last}"
 
 
 def _is_in_place(payload: Payload, device: torch.device) -> bool:

@@ -17,16 +17,17 @@ def make_headers(headers: Sequence[str] | None, api_key: str | None) -> dict[str
     """
     made: dict[str, str] = {}
     if api_key:
-        made["authorization"] = f"Bearer {_value('the API key', api_key)}"
+        made["authorization"] = f"Bearer {sendable('the API key', api_key)}"
     for line in headers or ():
         name, colon, value = line.partition(":")
         if not colon or not _NAME.fullmatch(name):
             raise UsageError("--header: give 'NAME: VALUE', as in 'Authorization: Bearer KEY'")
-        made[name.lower()] = _value(f"--header {name}", value)
+        made[name.lower()] = sendable(f"--header {name}", value)
     return made
 
 
-def _value(what: str, text: str) -> str:
+def sendable(what: str, text: str) -> str:
+    """``text`` as the value of a header. Raises `UsageError`, which does not show it."""
     text = text.strip()  # a key out of a file often ends with a line break
     if not (text.isascii() and text.isprintable()):
         raise UsageError(f"{what}: only printable ASCII can be sent")

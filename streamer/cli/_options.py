@@ -118,6 +118,12 @@ WeightVersion = Annotated[
         help="Name of these weights on the servers. Else one is made up.",
     ),
 ]
+Force = Annotated[
+    bool,
+    typer.Option(
+        "--force", help="Push also where every server says that it has this version already."
+    ),
+]
 Verify = Annotated[
     bool,
     typer.Option(

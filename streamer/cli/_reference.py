@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import select
 import subprocess
@@ -40,11 +41,14 @@ def reference_server(*arguments: str) -> Iterator[StartingServer]:
     It also ends if this process is killed, and is out of the reach of the terminal's Ctrl-C.
     """
     command = [sys.executable, "-m", "streamer", "serve", "--port", "0", "--until-eof"]
+    # The key of another server must not close this one to its own command.
+    env = {name: value for name, value in os.environ.items() if name != "STREAMER_API_KEY"}
     with subprocess.Popen(
         [*command, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        env=env,
         start_new_session=True,
     ) as process:
         try:

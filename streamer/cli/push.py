@@ -24,6 +24,7 @@ def push(
     rename: o.Rename = None,
     cast: o.Cast = None,
     weight_version: o.WeightVersion = None,
+    force: o.Force = False,
     verify: o.Verify = False,
     pause: o.Pause = o.PauseMode.keep,
     json: o.Json = False,
@@ -80,7 +81,7 @@ def push(
             source, option, select=select, exclude=exclude, rename=rename, cast=cast
         ) as weights:
             opening = time.monotonic() - started
-            report = session.push(weights, weight_version=weight_version)
+            report = session.push(weights, weight_version=weight_version, force=force)
     report = _with_opening(report, opening)
     if json:
         print_json(report.as_json())
@@ -99,6 +100,11 @@ def _summary(report: Report) -> str:
     workers = count(sum(server.world_size for server in report.servers), "worker")
     servers = count(len(report.servers), "server")
     seconds = report.seconds
+    if not report.tensors:
+        return (
+            f"nothing to send: {servers} had weight version {one_line(report.weight_version)} "
+            "already (--force pushes it again)"
+        )
     return (
         f"pushed {count(report.tensors, 'tensor')}, {format_size(report.bytes)}, to {workers} of "
         f"{servers} in {seconds.total:.2f} s (open {seconds.open:.2f}, connect "

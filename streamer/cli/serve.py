@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from streamer.cli._headers import sendable
 from streamer.cli._sizes import count
 from streamer.exceptions import StreamerError, UsageError
 
@@ -52,6 +53,15 @@ def serve(
         bool,
         typer.Option("--discard", help="Throw the weights away as they come: to measure speed."),
     ] = False,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key",
+            metavar="KEY",
+            envvar="STREAMER_API_KEY",
+            help="Refuse every call without it. Better in the variable, which ps cannot see.",
+        ),
+    ] = None,
     until_eof: Annotated[
         bool,
         typer.Option(
@@ -66,9 +76,14 @@ def serve(
 
     Then, in another terminal: streamer push SOURCE --to http://127.0.0.1:8000
 
-    Ctrl-C ends it. Anybody who reaches it may push: keep it in a trusted network.
+    Ctrl-C ends it. Anybody who reaches it may push unless it asks for a key, which goes over the
+    network as it is: keep it in a trusted one.
     """
     run = require_server()
+    if api_key is not None:
+        api_key = sendable("the API key", api_key)
+        if not api_key:
+            raise UsageError("the API key is empty: give one, or no --api-key")
     chosen = _choose(device, workers)
 
     def on_ready(url: str) -> None:
@@ -83,6 +98,7 @@ def serve(
         workers=workers,
         device=chosen,
         discard=discard,
+        api_key=api_key,
         on_ready=on_ready,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -30,40 +29,39 @@ def examine(
     Raises `UsageError` for a URL or a header that is none.
     """
     clock = Clock(replace(options.timeouts, progress=options.timeouts.connect))
-    with contextlib.ExitStack() as stack:
-        clients = [
-            HttpClient(
-                url,
-                connect_timeout=options.timeouts.connect,
-                headers=options.headers,
-                ca_bundle=options.ca_bundle,
-                trust_env=options.trust_env,
-            )
-            for url in to
-        ]
-        drivers: list[VllmDriver] = []
-        servers: list[ServerInfo] = []
-        nccl = ""
-        for client in clients:
-            server = Server(client, options, options.timeouts.connect)
-            failed = False
-            for found in server.examine():
-                failed = failed or found.status == "fail"
-                yield replace(found, server=server.url)
-            if failed:
-                continue
-            driver = VllmDriver(client, clock=clock, backend=options.backend, verify=options.verify)
-            try:
-                servers.append(driver.probe())
-            except StreamerError as error:
-                yield replace(fail("probe", str(error), "try again"), server=server.url)
-                continue
-            drivers.append(driver)
-            nccl = nccl or server.setup.nccl
-        yield here.settings()
-        if servers:
-            yield from _towards(servers, nccl, options)
-        yield from _sent(source, drivers, servers, options)
+    clients = [
+        HttpClient(
+            url,
+            connect_timeout=options.timeouts.connect,
+            headers=options.headers,
+            ca_bundle=options.ca_bundle,
+            trust_env=options.trust_env,
+        )
+        for url in to
+    ]
+    drivers: list[VllmDriver] = []
+    servers: list[ServerInfo] = []
+    nccl = ""
+    for client in clients:
+        server = Server(client, options, options.timeouts.connect)
+        failed = False
+        for found in server.examine():
+            failed = failed or found.status == "fail"
+            yield replace(found, server=server.url)
+        if failed:
+            continue
+        driver = VllmDriver(client, clock=clock, backend=options.backend, verify=options.verify)
+        try:
+            servers.append(driver.probe())
+        except StreamerError as error:
+            yield replace(fail("probe", str(error), "try again"), server=server.url)
+            continue
+        drivers.append(driver)
+        nccl = nccl or server.setup.nccl
+    yield here.settings()
+    if servers:
+        yield from _towards(servers, nccl, options)
+    yield from _sent(source, drivers, servers, options)
 
 
 def _towards(servers: Sequence[ServerInfo], nccl: str, options: Options) -> Iterator[Finding]:

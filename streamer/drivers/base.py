@@ -25,6 +25,8 @@ class ServerInfo:
     backend: str
     device: str
     gpus: tuple[str, ...] = ()
+    towards: str | None = None
+    """This host's address as its workers reach it, where no connection to ``url`` can tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,26 @@ class JoinInfo:
     packed: bool
     buffer_size: int
     num_buffers: int
+
+
+class Client(Protocol):
+    """Asks one server: a route and a JSON object in, a JSON object out.
+
+    Any thread may call. Raises `ServerError` or `DeadlineExceeded`, and repeats nothing.
+    """
+
+    url: str
+
+    def get(self, path: str, timeout: float) -> dict[str, Any]:
+        """Ask; changes nothing there."""
+
+    def post(
+        self, path: str, body: Mapping[str, Any] | None, timeout: float | None
+    ) -> dict[str, Any]:
+        """Have something done. Without a ``timeout`` only `cancel` ends it."""
+
+    def cancel(self) -> None:
+        """Wake every call under way on another thread; it raises. Later calls work."""
 
 
 class Driver(Protocol):

@@ -164,10 +164,19 @@ class Connection(http.client.HTTPConnection):
 
 
 def tls_context(ca_bundle: str | None) -> ssl.SSLContext:
-    """Trusts the certificates at ``ca_bundle``, by default those that `requests` trusts."""
+    """Trusts the certificates at ``ca_bundle``, by default those that `requests` trusts.
+
+    Raises `UsageError` if there are none.
+    """
     from requests.utils import DEFAULT_CA_BUNDLE_PATH
 
-    context = ssl.create_default_context(cafile=ca_bundle or DEFAULT_CA_BUNDLE_PATH)
+    path = ca_bundle or DEFAULT_CA_BUNDLE_PATH
+    try:
+        context = ssl.create_default_context(cafile=path)
+    except OSError as error:  # ssl.SSLError is one
+        raise UsageError(
+            f"no CA certificates can be read from {path} ({error.strerror}): give a PEM file"
+        ) from error
     context.sslsocket_class = _TlsSocket
     return context
 
@@ -186,8 +195,12 @@ def basic_login(user: str | None, password: str | None) -> str:
 
 
 def _parse_proxy(proxy: str) -> tuple[str, int, dict[str, str]]:
-    parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    if parts.scheme != "http" or parts.hostname is None:
+    try:
+        parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+        valid = parts.scheme == "http" and parts.hostname and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid or parts.hostname is None:
         raise UsageError("the environment's proxy is not an http:// one: only these are supported")
     login = {}
     if parts.username is not None:

@@ -43,7 +43,8 @@ def normalize_url(url: str) -> str:
     """
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
-        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        valid = url.isprintable() and parts.scheme in ("http", "https")
+        valid = valid and bool(parts.hostname) and parts.port != 0
     except ValueError:
         valid = False
     if not valid or parts.query or parts.fragment:

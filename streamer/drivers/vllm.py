@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from streamer.drivers.base import JoinInfo, ServerInfo
+from streamer.drivers.base import Client, JoinInfo, ServerInfo
 from streamer.drivers.checksums import ChecksumProof
-from streamer.drivers.http import HttpClient
 from streamer.drivers.vllm_info import START_SO, ask, version_numbers
 from streamer.exceptions import (
     DeadlineExceeded,
@@ -24,6 +23,7 @@ from streamer.exceptions import (
     ServerError,
     ServerRefused,
     StreamerError,
+    UsageError,
 )
 from streamer.plan import Call, Plan
 from streamer.timeouts import Clock
@@ -54,12 +54,22 @@ PER_TENSOR_DTYPES = frozenset(
 _CLEAN_UP_SECONDS = 5.0
 
 
+def check_version(version: object) -> None:
+    """Raise `UsageError` for what cannot be a weight version; None is none, and passes."""
+    if version is None:
+        return
+    if not isinstance(version, str) or not version:
+        raise UsageError(f"a weight version is a text, not {version!r}")
+    if version.startswith(INCOMPLETE):
+        raise UsageError(f"a weight version must not start with {INCOMPLETE}: that marks failures")
+
+
 class VllmDriver:
     """One vLLM server. ``backend`` is asked of the server unless it is given."""
 
     def __init__(
         self,
-        client: HttpClient,
+        client: Client,
         *,
         clock: Clock,
         pause: str = "keep",
@@ -80,16 +90,21 @@ class VllmDriver:
         self._must_resume = False  # we have paused a server that was serving
         self._began: list[str] = []
         self._finished = False
+        self._finishing: str | None = None  # under this version: asked for, maybe not answered
         self._last_call: Call | None = None  # which the workers have received whole
         self._stuck = False  # a failed update could not be closed
+        self._left = "is marked incomplete and left paused: push again"
 
     def probe(self) -> ServerInfo:
-        self._info = ask(self._get, self.url, self._backend)
+        self._info = self._ask()
         # Workers of our own engine tell digests, which prove more.
         sums = self._verify and self._info.backend == "nccl"
         self._proof = ChecksumProof(self.url, self._post) if sums else None
         self._version = self._weight_version()
         return self._info
+
+    def _ask(self) -> ServerInfo:
+        return ask(self._get, self.url, self._backend)
 
     @property
     def info(self) -> ServerInfo:
@@ -103,6 +118,9 @@ class VllmDriver:
                 f"{self.url} runs vLLM {self.info.version}, whose own engine can prove no arrival "
                 "before 0.32: upgrade it, use the streamer backend, or push without verify"
             )
+        self._check_dtypes(plan)
+
+    def _check_dtypes(self, plan: Plan) -> None:
         if plan.packed or self.info.backend != "nccl":
             return
         for chunk in plan.chunks:
@@ -148,6 +166,7 @@ class VllmDriver:
 
     def begin(self, weight_version: str) -> None:
         self._began, self._finished, self._stuck = [], False, False
+        self._finishing = None
         self.verified = None
         torn = self._torn
         if self._proof is not None:
@@ -160,11 +179,12 @@ class VllmDriver:
             and (not torn or (self._version or "").startswith(INCOMPLETE + _HELD))
         )
         self._mark = f"{INCOMPLETE}{_HELD if held else ''}{weight_version}"
+        # First the mark: a trainer that dies right after has paused the server for somebody to see.
+        self._began.append("mark")
+        self._post("/update_weight_version", {"new_version": self._mark})
         if self._pause != "none":
             self._must_resume = not held
             self._post(f"/pause?mode={self._pause}")
-        self._began.append("mark")
-        self._post("/update_weight_version", {"new_version": self._mark})
         if torn and self.info.backend == "nccl":
             self._restore()
         self._began.append("start")
@@ -217,6 +237,7 @@ class VllmDriver:
 
     def commit(self, weight_version: str, sent: Sent | None = None) -> None:
         if sent is None or self._proof is None:
+            self._finishing = weight_version
             self._post("/finish_weight_update", {"weight_version": weight_version})
             self.verified = None if sent is None else DIGEST
         else:
@@ -232,8 +253,18 @@ class VllmDriver:
             self._post("/resume")
             self._must_resume = False
 
+    def _is_taken(self) -> bool:
+        """Whether another trainer has pushed, or begun to, since: what is open there is its own."""
+        with contextlib.suppress(StreamerError):
+            said = self._http.get("/weight_info", _CLEAN_UP_SECONDS).get("weight_version")
+            return said not in (self._version, self._mark, self._finishing)
+        return False
+
     def release(self) -> None:
         steps, self._began = self._began, []
+        if steps and self._is_taken():
+            self._must_resume = False
+            return
         undo: list[Callable[[], None]] = []
         if "start" in steps:
             # Nothing was loaded: vLLM puts the old weights back exactly.
@@ -263,7 +294,11 @@ class VllmDriver:
 
     def abandon(self) -> str:
         if self._finished:
-            return "holds the new weights, but may still be paused: POST /resume to it"
+            resume = ", but may still be paused: POST /resume to it" if self._must_resume else ""
+            return f"holds the new weights{resume}"
+        if self._is_taken():
+            self._must_resume = False
+            return "was taken over by another trainer meanwhile, and is left alone"
         self._version = self._mark
         if not self._began:
             return (
@@ -275,19 +310,30 @@ class VllmDriver:
         except (ServerError, DeadlineExceeded) as error:
             self._stuck = True
             return f"holds a mixture of weights and does not answer ({error}): restart it"
+        if self._has_finished():
+            return self.abandon()
         if self.info.backend == "nccl" and self.info.world_size > 1:
             return (
                 "holds a mixture of old and new weights, and its workers may be out of step: "
                 "restart it (the streamer backend survives this)"
             )
-        return (
-            "holds a mixture of old and new weights, is marked incomplete and left paused: "
-            "push again"
-        )
+        return f"holds a mixture of old and new weights, {self._left}"
+
+    def _has_finished(self) -> bool:
+        """Whether a finish that was not answered has been done all the same."""
+        if self._finishing is None:
+            return False
+        with contextlib.suppress(ServerError, DeadlineExceeded):
+            said = self._http.get("/weight_info", _CLEAN_UP_SECONDS).get("weight_version")
+            if said == self._finishing:
+                self._version, self._finished = self._finishing, True
+        return self._finished
 
     def leave(self) -> None:
         # A server with an update open refuses, and one that does not answer would be waited for.
-        if not self._stuck and version_numbers(self.info.version) >= (0, 32):
+        if self._stuck or version_numbers(self.info.version) < (0, 32):
+            return
+        if not self._is_taken():
             self._clean_up("/shutdown_weight_transfer_engine")
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -191,4 +192,8 @@ class Endpoint:
         if transport is not None:
             transport.close()
         if lifeline is not None:
+            if self._info is not None:
+                # Another trainer may have come, which this one could not know.
+                with contextlib.suppress(TransportError):
+                    lifeline.report(self._info.rank_offset + self._worker, left=True)
             lifeline.close()

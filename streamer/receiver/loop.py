@@ -14,6 +14,7 @@ from streamer.plan import packed_boundaries
 from streamer.source import TensorSpec
 from streamer.transport.base import Transport
 
+_MAX_BYTES = 1 << 60
 Sink = Callable[[list[tuple[str, torch.Tensor]]], None]
 """Takes the tensors of one chunk: views of the buffer that the allocator gave for it."""
 
@@ -71,7 +72,7 @@ def receive(
         )
     failure: Exception | None = None
     for chunk, size in zip(chunks, sizes, strict=True):
-        buffer = allocate(size)
+        buffer = _allocate(allocate, chunk, size)
         transport.broadcast(buffer if packed else _view(chunk[0], buffer), timeout)
         if failure is None:
             try:
@@ -95,6 +96,20 @@ def _chunks(
     for end in packed_boundaries([spec.nbytes for spec in specs], buffer_size):
         yield specs[start:end]
         start = end
+
+
+def _allocate(
+    allocate: Callable[[int], torch.Tensor], chunk: Sequence[TensorSpec], size: int
+) -> torch.Tensor:
+    try:
+        if size > _MAX_BYTES:
+            raise RuntimeError("no memory is so large")
+        return allocate(size)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        raise StreamerError(
+            f"cannot have {size} bytes for {chunk[0].name} to {chunk[-1].name}: "
+            f"{str(error).partition(chr(10))[0]}"
+        ) from error
 
 
 def _views(chunk: Sequence[TensorSpec], buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -56,7 +56,7 @@ class WorkerProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=_LINE_LIMIT,
-            env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ},
+            env=_environment(),
             # Ctrl-C goes to the whole process group; the workers end when the server stops them.
             start_new_session=True,
         )
@@ -246,6 +246,12 @@ class ReferenceServer:
 
     async def reset_prefix_cache(self, _: Request) -> dict[str, Any]:
         return {"success": True}
+
+
+def _environment() -> dict[str, str]:
+    """That of a worker: all but the key, which it has no use for."""
+    kept = {name: value for name, value in os.environ.items() if name != "STREAMER_API_KEY"}
+    return {"TORCH_CPP_LOG_LEVEL": "ERROR", **kept}
 
 
 def _endpoint(

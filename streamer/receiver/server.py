@@ -8,8 +8,10 @@ import socket
 from collections.abc import Callable
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from streamer.exceptions import StreamerError
+from streamer.receiver.key import RequireKey
 from streamer.receiver.reference import ReferenceServer
 
 
@@ -43,11 +45,13 @@ def run(
     workers: int,
     device: str,
     discard: bool,
+    api_key: str | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve until interrupted, and leave no worker behind.
 
-    ``port`` 0 takes a free one. ``on_ready(url)`` is called once every worker answers. Raises
+    ``port`` 0 takes a free one. With ``api_key``, every call but that of ``/health`` must carry it.
+    ``on_ready(url)`` is called once every worker answers. Raises
     `StreamerError` if it cannot listen there, or a worker does not start.
     """
     listener, url = _listen(host, port)
@@ -75,7 +79,10 @@ def run(
             await asyncio.gather(*(worker.stop() for worker in reference.workers))
             await super().shutdown(sockets)
 
-    config = uvicorn.Config(reference.app(), log_level="warning", timeout_graceful_shutdown=1)
+    app: ASGIApp = reference.app()
+    if api_key is not None:
+        app = RequireKey(app, api_key)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
     with contextlib.closing(listener), contextlib.suppress(KeyboardInterrupt):
         Server(config).run(sockets=[listener])
     if failures:

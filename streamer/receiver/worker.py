@@ -40,7 +40,12 @@ class Worker:
 
     def update(self, update_info: dict[str, Any]) -> None:
         """Receive one call."""
-        self._endpoint.receive(update_info, self._allocate, self._keep)
+        try:
+            self._endpoint.receive(update_info, self._allocate, self._keep)
+        except BaseException:
+            # An operation that was abandoned may still write there.
+            self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
+            raise
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         """One buffer, used again and again: `_keep` copies out of it, on the same stream."""

@@ -46,7 +46,7 @@ def deliver(
 
     try:
         with contextlib.closing(_payloads(source)) as payloads:
-            broadcaster.sync(plan, payloads, conduct)
+            broadcaster.sync(plan, payloads, conduct, source=source)
     finally:
         transport.close()
         broadcaster.close()

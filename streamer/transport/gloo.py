@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import threading
 import time
 from typing import Any
@@ -55,19 +56,25 @@ class GlooTransport(Transport):
             # Gloo's constructor blocks until every rank is there, and cannot be cancelled.
             self._lifeline.wait_for_workers(self.world_size, timeout, self.check)
         timeout = max(timeout - (time.monotonic() - started), 0.001)
+        waited = f"rank {self.rank} waited for {self.world_size} ranks to join over Gloo"
+        self._group = self._enter(timeout, waited)
+        warm_up = torch.zeros(1)
+        late = f"{waited}: not all of them came"
+        self._finish(self._group.allreduce([warm_up]), timeout, late)
+
+    def _enter(self, timeout: float, waited: str) -> Any:
+        """A new group. No error that is raised later leads to its store, which workers wait for."""
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = datetime.timedelta(seconds=timeout)
         options._threads = 2
         options._devices = [ProcessGroupGloo.create_device(hostname=self._lifeline.local_address)]
         store = PrefixStore("gloo", self._lifeline.store)
-        waited = f"rank {self.rank} waited for {self.world_size} ranks to join over Gloo"
         try:
-            self._group = ProcessGroupGloo(store, self.rank, self.world_size, options)
+            return ProcessGroupGloo(store, self.rank, self.world_size, options)
         except RuntimeError as error:
             raise TransportError(f"{waited}: {_first_line(error)}") from error
-        warm_up = torch.zeros(1)
-        late = f"{waited}: not all of them came"
-        self._finish(self._group.allreduce([warm_up]), timeout, late)
+        finally:
+            del options, store
 
     def _broadcast(self, tensor: torch.Tensor, timeout: float) -> None:
         self.check()
@@ -77,7 +84,7 @@ class GlooTransport(Transport):
         options = BroadcastOptions()
         options.rootRank = 0
         options.timeout = datetime.timedelta(seconds=max(timeout, self._timeout))
-        late = "no byte moved: a worker is stuck or gone"
+        late = "a worker is stuck or gone: no byte moved"
         self._finish(self._group.broadcast([data], options), timeout, late)
 
     def _finish(self, work: Work, timeout: float, late: str) -> None:
@@ -111,7 +118,10 @@ class GlooTransport(Transport):
                 raise DeadlineExceeded(f"{late} within {timeout:g} s (Gloo)")
         del work
         self.check()
-        raise TransportError(f"Gloo: {problem}")
+        raise TransportError(
+            "a worker has left the broadcast group: it ended, or another trainer has taken its "
+            f"server over (Gloo: {problem})"
+        )
 
     def _abort(self) -> None:
         """Nothing to wake: `_finish` looks every 0.2 s."""
@@ -141,4 +151,5 @@ def _drop_when_done(owned: list[Any]) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+    # Without the place in Gloo's sources that it begins with, and the good wishes it ends with.
+    return re.sub(r"^\[[^\]]*\]\s*|\.? This (may|is) .*| GLHF.*", "", str(error).splitlines()[0])

@@ -28,6 +28,8 @@ BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
 """A trainer whose store does not answer for this long counts as dead."""
 
+_CHECK_SECONDS = 0.5
+
 _ALIVE, _YES = "streamer/alive", b"yes"
 _REMEDIES = {
     errno.EADDRINUSE: "give another port, or 0 for a free one",
@@ -198,7 +200,8 @@ def _answering_client(address: str, port: int, timeout: float) -> TCPStore:
     """A client that has been answered once.
 
     Whatever its timeout, a client waits for ever for a trainer that is stopped, or whose first
-    answer was lost, so each attempt is given `SILENCE_SECONDS` on a thread of its own.
+    answer was lost, so each attempt is given `SILENCE_SECONDS` on a thread of its own. It also goes
+    on trying to reach a port that is closed: so a trainer that has left is asked for beside it.
     """
 
     def ask() -> TCPStore:
@@ -207,23 +210,29 @@ def _answering_client(address: str, port: int, timeout: float) -> TCPStore:
             port,
             is_master=False,
             wait_for_workers=False,
-            timeout=datetime.timedelta(seconds=timeout),
+            timeout=datetime.timedelta(seconds=min(timeout, SILENCE_SECONDS)),
         )
         store.get(_ALIVE)
+        store.set_timeout(datetime.timedelta(seconds=timeout))
         return store
+
+    def check() -> None:
+        # Only a port that is closed says something: a host that does not answer may be slow.
+        with contextlib.suppress(TimeoutError):
+            socket.create_connection((address, port), timeout=_CHECK_SECONDS).close()
 
     deadline = time.monotonic() + timeout
     while True:
         left = max(deadline - time.monotonic(), 0.1)
         try:
-            return _within(min(left, SILENCE_SECONDS), ask)
+            return _within(min(left, SILENCE_SECONDS), ask, check)
         except TimeoutError:
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"no answer within {timeout:g} s") from None
 
 
-def _within(timeout: float, step: Callable[[], _T]) -> _T:
-    """Run ``step`` on a daemon thread for at most ``timeout`` seconds.
+def _within(timeout: float, step: Callable[[], _T], check: Callable[[], None]) -> _T:
+    """Run ``step`` on a daemon thread for at most ``timeout`` seconds; ``check`` may raise by then.
 
     Raises `TimeoutError` if it takes longer, else what ``step`` raises.
     """
@@ -238,7 +247,11 @@ def _within(timeout: float, step: Callable[[], _T]) -> _T:
 
     thread = threading.Thread(target=run, name="streamer-join", daemon=True)
     thread.start()
-    thread.join(timeout)
+    deadline = time.monotonic() + timeout
+    thread.join(min(timeout, _CHECK_SECONDS))
+    while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+        check()
+        thread.join(min(left, _CHECK_SECONDS))
     if errors:
         raise errors[0]
     if not results:

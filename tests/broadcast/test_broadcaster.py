@@ -137,7 +137,7 @@ class Rig:
                     answer.result(PATIENCE)
 
         with contextlib.closing(checked(source, specs)) as payloads:
-            self.broadcaster.sync(plan, payloads, conduct, lasting=source.lasting, **options)
+            self.broadcaster.sync(plan, payloads, conduct, source=source, **options)
         return plan
 
     def buffers(self):
@@ -753,6 +753,40 @@ def test_a_worker_that_is_stuck_ends_at_the_deadline(rig, make_source):
         one.sync(make_source(values(1)))
     assert 0.9 < time.monotonic() - started < 10
     release.set()
+
+
+class Slow(WeightSource):
+    """Takes 0.9 s for a tensor, or for reading one; bytes come in for ``seconds``."""
+
+    def __init__(self, deferred, seconds, where):
+        self.payload = deferred(torch.zeros(5), lambda start, stop: time.sleep(0.9))
+        self.until, self.where = time.monotonic() + seconds, where
+
+    def specs(self):
+        return [TensorSpec(f"t{i}", torch.float32, (5,)) for i in range(3)]
+
+    def __iter__(self):
+        for spec in self.specs():
+            if self.where == "iterating":
+                time.sleep(0.9)
+            yield spec.name, self.payload if self.where == "reading" else torch.zeros(5)
+
+    def progress(self):
+        return int(min(time.monotonic(), self.until) * 1000)
+
+
+@pytest.mark.parametrize("where", ["iterating", "reading"])
+def test_a_source_is_waited_for_while_bytes_come_in(rig, deferred, where):
+    one = rig(buffer_size=19, progress=0.3, threads=1)
+    one.sync(Slow(deferred, 60, where))
+    assert len(one.workers[0].tensors) == 3
+
+
+@pytest.mark.parametrize("where", ["iterating", "reading"])
+def test_a_source_that_stands_still_is_not_waited_for(rig, deferred, where):
+    one = rig(buffer_size=19, progress=0.3, threads=1)
+    with pytest.raises((DeadlineExceeded, SourceError), match=r"0\.3 s"):
+        one.sync(Slow(deferred, 0, where))
 
 
 def test_closing_while_a_sync_is_stuck_leaves_no_thread(rig, make_source, eventually):

@@ -206,6 +206,7 @@ class Source(WeightSource):
     def __init__(self, options: dict[str, str]) -> None:
         self.options = options
         self.closed = 0
+        self.weight_version = options.get("commit")
 
     def specs(self) -> Sequence[TensorSpec]:
         return [TensorSpec("w", torch.float32, (3,))]
@@ -246,6 +247,18 @@ def test_options_reach_the_source_which_is_closed(
     assert [source.options for source in opened] == [{"rest": "x", "revision": "a=b", "empty": ""}]
     assert [source.closed for source in opened] == [1]
     assert server.holds({"w": torch.arange(3.0)})
+
+
+def test_a_version_that_the_server_has_is_not_pushed_again_unless_forced(
+    invoke: Callable[..., Any], server: Any, opened: list[Source]
+) -> None:
+    command = ("push", "mine://x", "--to", server.url, "--option", "commit=abc123")
+    sent = [invoke(*command, *more).stdout for more in ((), (), ("--force",))]
+    assert [line.partition(" ")[0] for line in sent] == ["pushed", "nothing", "pushed"]
+    assert sent[1] == (
+        "nothing to send: 1 server had weight version abc123 already (--force pushes it again)\n"
+    )
+    assert len(opened) == 3
 
 
 def test_the_source_is_closed_after_a_failure_too(

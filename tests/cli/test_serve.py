@@ -88,6 +88,71 @@ def test_it_ends_with_its_standard_input(start: Callable[..., subprocess.Popen[s
     assert (process.returncode, stdout, stderr) == (0, "", "")
 
 
+def test_it_can_ask_for_a_key(
+    start: Callable[..., subprocess.Popen[str]], run: Callable[..., Any], checkpoint: Path
+) -> None:
+    """Whoever lacks it is refused, and nobody is shown it."""
+    key = "s3cret-key-of-a-server"
+    options = ("--workers", "1", "--device", "cpu", "--until-eof")
+    process = start("serve", "--port", "0", *options, STREAMER_API_KEY=f"{key}\n")
+    url = ready(process)
+    bearer = {"Authorization": f"Bearer {key}"}
+    assert requests.get(f"{url}/health", timeout=10).status_code == 200
+    assert requests.get(f"{url}/version", headers=bearer, timeout=10).status_code == 200
+    refused = [
+        requests.request(method, url + path, headers=headers, timeout=10)
+        for method, path in (("GET", "/version"), ("POST", "/pause"), ("GET", "/no/such/route"))
+        for headers in (
+            {},
+            {"Authorization": f"Bearer {key}x"},
+            {"Authorization": f"Bearer {key[:-1]}"},
+            {"Authorization": "Bearer "},
+            {"Authorization": f"Basic {key}"},
+            {"Authorization": key},
+        )
+    ]
+    assert {each.status_code for each in refused} == {401}
+    assert {each.headers["www-authenticate"] for each in refused} == {"Bearer"}
+    paused = requests.get(f"{url}/is_paused", headers=bearer, timeout=10)
+    assert paused.json() == {"is_paused": False}
+    denied = run("push", checkpoint, "--to", url)
+    wrong = run("push", checkpoint, "--to", url, "--api-key", f"{key}x")
+    assert denied.error == wrong.error == f"GET {url}/version: 401 this server asks for its API key"
+    pushed = run("push", checkpoint, "--to", url, STREAMER_API_KEY=key)
+    assert pushed.code == 0
+    for worker in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if b"receiver.worker" in (worker.parent / "cmdline").read_bytes():
+                assert key.encode() not in worker.read_bytes()
+    stdout, stderr = process.communicate(timeout=20)
+    said = [stdout, stderr, *(each.text for each in refused)]
+    said += [text for ended in (denied, wrong, pushed) for text in (ended.stdout, ended.stderr)]
+    assert not [text for text in said if key in text]
+
+
+@pytest.mark.parametrize("key", [" ", "s3cret\x7f"])
+def test_a_key_that_is_none(invoke: Callable[..., Any], key: str) -> None:
+    ended = invoke("serve", "--api-key", key)
+    assert ended.code == 2
+    assert ended.error.startswith("the API key")
+    assert "s3cret" not in ended.error
+
+
+def test_it_listens_on_loopback_alone_unless_told(
+    start: Callable[..., subprocess.Popen[str]],
+) -> None:
+    process = start("serve", "--port", "0", "--workers", "1", "--device", "cpu", "--until-eof")
+    port = int(ready(process).rpartition(":")[2])
+    listening = [
+        fields[1]
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        if (fields := line.split())[3] == "0A" and fields[1].endswith(f":{port:04X}")
+    ]
+    assert listening == [f"0100007F:{port:04X}"]
+    process.communicate(timeout=20)
+
+
 def test_a_taken_port_is_one_line(invoke: Callable[..., Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -192,8 +192,8 @@ def test_the_order_of_calls(driver, vllm):
     one.update(call_of())
     one.commit("v2")
     assert steps(vllm) == [
-        PAUSE,
         f"/update_weight_version {MARK}",
+        PAUSE,
         "/start_weight_update",
         "/update_weights",
         "/update_weights",
@@ -209,7 +209,7 @@ def test_the_order_of_calls(driver, vllm):
 def test_the_mode_of_pausing(driver, vllm, mode):
     one = driver(pause=mode)
     one.begin("v2")
-    assert steps(vllm)[0] == f"/pause?mode={mode}"
+    assert steps(vllm)[1] == f"/pause?mode={mode}"
 
 
 def test_pausing_can_be_left_to_the_caller(driver, vllm):
@@ -611,6 +611,23 @@ def test_abandon_after_a_finish_that_failed(driver, vllm):
     assert vllm.serves == (MARK, True, False)
 
 
+# Two trainers.
+
+
+def test_a_server_that_another_trainer_has_taken_is_left_alone(driver, vllm):
+    """Whoever wakes up late must not close, resume or unmark what is somebody else's by then."""
+    late, other = driver(), driver()
+    late.begin("v2")
+    other.probe()
+    other.begin("v3")
+    vllm.fake.calls.clear()
+    late.release()
+    assert "another trainer" in late.abandon()
+    late.leave()
+    assert vllm.fake.posts == []
+    assert vllm.serves == (f"{INCOMPLETE}v3", True, True)
+
+
 # The way back.
 
 
@@ -636,8 +653,8 @@ def test_a_torn_server_is_restored_before_the_next_update(driver, vllm, whose):
     one.update(call_of())
     one.commit("v3")
     assert steps(vllm) == [
-        PAUSE,
         f"/update_weight_version {INCOMPLETE}v3",
+        PAUSE,
         "/start_weight_update",
         "/finish_weight_update None",
         "/start_weight_update",
@@ -654,8 +671,8 @@ def test_our_engine_restores_itself(driver, vllm):
     one = torn(driver, vllm)
     one.begin("v3")
     assert steps(vllm) == [
-        PAUSE,
         f"/update_weight_version {INCOMPLETE}v3",
+        PAUSE,
         "/start_weight_update",
     ]
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +55,14 @@ class Server:
 
     @classmethod
     def launch(
-        cls, checkpoint: Path, *, workers: int, load_format: str, log: Path, core: int = 0
+        cls,
+        checkpoint: Path,
+        *,
+        workers: int,
+        load_format: str,
+        log: Path,
+        core: int = 0,
+        options: Sequence[str] = (),
     ) -> Server:
         """Start a server; with one worker on ``core``, a small number. See `wait_until_up`."""
         port = free_port()
@@ -70,7 +77,7 @@ class Server:
         command += ["--load-format", load_format, "--tensor-parallel-size", str(workers)]
         command += ["--enforce-eager", "--max-model-len", "256"]
         command += ["--host", "127.0.0.1", "--port", str(port)]
-        command += ["--weight-transfer-config", '{"backend": "streamer"}']
+        command += ["--weight-transfer-config", '{"backend": "streamer"}', *options]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 ["bash", "-c", LAUNCH, "launch", *command],

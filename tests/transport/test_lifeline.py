@@ -172,6 +172,24 @@ def test_a_trainer_that_says_nothing_ends_at_the_deadline():
     assert f"does not answer at 127.0.0.1:{port}" in str(errors[0])
 
 
+def test_a_trainer_that_leaves_while_a_worker_joins_is_no_wait():
+    """A worker that waits for it answers nobody else, and the next sync would wait with it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def leave():
+            with listener.accept()[0]:
+                listener.close()
+
+        thread = threading.Thread(target=leave)
+        thread.start()
+        started = time.monotonic()
+        with pytest.raises(TransportError, match=f"does not answer at 127.0.0.1:{port}"):
+            Lifeline.join("127.0.0.1", port, 30)
+        assert time.monotonic() - started < 5
+        thread.join()
+
+
 def test_workers_report_to_the_trainer(eventually):
     host = Lifeline.host("127.0.0.1")
     worker = Lifeline.join("127.0.0.1", host.port, 10)

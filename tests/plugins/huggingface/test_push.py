@@ -53,6 +53,20 @@ class TestEndToEnd:
             assert whole == [len(model.files[name]) for name in model.weights]
 
 
+@pytest.mark.parametrize("no_cache", [True, False], ids=["no_cache", "cache"])
+def test_a_link_may_be_slow(hub, publish, make_model, open_hub, server, no_cache):
+    """A file takes longer than the progress timeout; its bytes come in all the time."""
+    # huggingface_hub writes 10 MiB at a time.
+    rate, size, patience = (2, 8, 1.0) if no_cache else (12, 60, 2.0)
+    model = make_model(1, large=1, size=size * MIB)
+    publish(model.files)
+    source = open_hub("org/name", no_cache=no_cache)
+    hub.rate = rate * MIB
+    report = streamer.push(source, server.url, timeouts=streamer.Timeouts(20, patience))
+    assert report.seconds.update > 1.5 * patience
+    assert holds(server, model)
+
+
 class TestFailures:
     def test_a_shard_that_fails_half_way(self, hub, model, open_hub, server, eventually):
         source = open_hub("org/name")

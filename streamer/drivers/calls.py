@@ -1,0 +1,188 @@
+"""Calls of an object's methods that can be given up: at their deadline, or by `cancel`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from typing import Any, Protocol
+
+from streamer.exceptions import (
+    DeadlineExceeded,
+    ServerRefused,
+    ServerUnreachable,
+    UsageError,
+    one_line,
+)
+
+_MAX_TEXT = 500
+
+
+class Calls(Protocol):
+    """The methods of one engine, wherever it is. ``name`` is the engine's, for errors."""
+
+    name: str
+    towards: str
+    """This host's address as the engine's workers reach it, for all that is known."""
+
+    def has(self, method: str) -> bool:
+        """Whether the engine has this method."""
+
+    def parameters(self, method: str) -> tuple[str, ...]:
+        """The names of its parameters; none if they cannot be told."""
+
+    def request(self, key: str, value: dict[str, Any]) -> Any:
+        """What a parameter called ``request`` is given."""
+
+    def call(self, method: str, timeout: float | None, *args: Any, **kwargs: Any) -> Any:
+        """Call it and return what it returns, within ``timeout`` seconds if that is given.
+
+        Raises `ServerRefused` for what it raises, `DeadlineExceeded`, and `ServerUnreachable` if it
+        was cancelled, or nobody is there any more.
+        """
+
+    def cancel(self) -> None:
+        """Wake every call under way on another thread; it raises."""
+
+    def close(self) -> None:
+        """Cancel, and free threads."""
+
+
+class Request(dict[str, Any]):
+    """A request as vLLM's engines take it: some read an attribute, some a key."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class LocalCalls:
+    """Calls of an object in this process, one after another on a daemon thread of its own.
+
+    One after another because few engines bear two calls at once. A method cannot be ended from
+    outside: the caller of one that is given up goes on, and the next call waits for its end, within
+    its own deadline. A coroutine is run on ``loop``, and cancelled there.
+    """
+
+    def __init__(
+        self, target: object, name: str, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        self.name = name
+        self.towards = "127.0.0.1"
+        self._target = target
+        self._loop = loop
+        self._jobs: queue.SimpleQueue[tuple[str, Callable[[], Any], Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._waiting: set[Future[Any]] = set()
+        self._awaited: Future[Any] | None = None
+        self._under_way = ""
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def has(self, method: str) -> bool:
+        return callable(getattr(self._target, method, None))
+
+    def parameters(self, method: str) -> tuple[str, ...]:
+        try:
+            return tuple(inspect.signature(getattr(self._target, method)).parameters)
+        except (TypeError, ValueError):
+            return ()
+
+    def request(self, key: str, value: dict[str, Any]) -> Any:
+        return Request({key: value})
+
+    def call(self, method: str, timeout: float | None, *args: Any, **kwargs: Any) -> Any:
+        future: Future[Any] = Future()
+        with self._lock:
+            self._waiting.add(future)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="streamer-engine", daemon=True
+                )
+                self._thread.start()
+        started = time.monotonic()
+        self._jobs.put((method, lambda: self._result(method, *args, **kwargs), future))
+        what = f"{self.name}.{method}"
+        try:
+            return future.result(timeout)
+        except CancelledError:
+            raise ServerUnreachable(f"{what}: cancelled") from None
+        except TimeoutError as error:
+            if future.cancel():  # or else it is the method's own
+                behind = self._under_way
+                raise DeadlineExceeded(
+                    f"{what}: no answer after {time.monotonic() - started:.1f} s"
+                    + (f", behind {behind}, which does not end" if behind != method else "")
+                ) from None
+            raise refusal(what, error) from error
+        except UsageError:
+            raise
+        except BaseException as error:
+            raise refusal(what, error) from error
+        finally:
+            with self._lock:
+                self._waiting.discard(future)
+
+    def _result(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self._target, method)(*args, **kwargs)
+        if not inspect.isawaitable(result):
+            return result
+        if self._loop is None:
+            if inspect.iscoroutine(result):
+                result.close()
+            raise UsageError(
+                f"{self.name}.{method} is a coroutine: push with streamer.apush or aconnect from "
+                "the event loop of the engine, or give Engine(..., loop=)"
+            )
+        coroutine = _awaiting(result)
+        try:
+            self._awaited = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:  # the loop is closed
+            coroutine.close()
+            raise
+        return self._awaited.result()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            method, step, future = job
+            self._under_way = method
+            # One that was given up before its turn must not happen at all.
+            if not future.cancelled():
+                with contextlib.suppress(InvalidStateError):
+                    try:
+                        result = step()
+                    except BaseException as error:
+                        future.set_exception(error)
+                    else:
+                        future.set_result(result)
+            del job, step, future
+
+    def cancel(self) -> None:
+        with self._lock:
+            for future in self._waiting:
+                future.cancel()
+        if self._awaited is not None:
+            self._awaited.cancel()
+
+    def close(self) -> None:
+        self.cancel()
+        self._jobs.put(None)
+
+
+async def _awaiting(result: Any) -> Any:
+    return await result
+
+
+def refusal(what: str, error: BaseException) -> ServerRefused:
+    """The error of a method, as that of a server which says no."""
+    text = one_line(error)
+    text = text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " …"
+    return ServerRefused(f"{what}: {type(error).__name__}: {text}", 500)

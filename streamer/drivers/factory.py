@@ -1,0 +1,105 @@
+"""From what a user gives as ``to``, the drivers: URLs, engines that are objects, Ray actors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from streamer.drivers.base import Driver
+from streamer.drivers.calls import Calls, LocalCalls
+from streamer.drivers.engine import Engine, EngineLike, missing_methods
+from streamer.drivers.http import HttpClient
+from streamer.drivers.objects import ObjectDriver
+from streamer.drivers.vllm import VllmDriver
+from streamer.exceptions import UsageError
+from streamer.options import Options
+from streamer.timeouts import Clock
+
+Server: TypeAlias = str | Engine | EngineLike
+"""A URL, or an engine."""
+Servers: TypeAlias = Server | Sequence[Server]
+
+
+def listed(to: Servers | None) -> list[str | Engine]:
+    """The servers of ``to``, in order. Raises `UsageError` for what is none, or for one twice."""
+    if to is None:
+        return []
+    items: Iterable[object] = [to]
+    if isinstance(to, Iterable) and not isinstance(to, str) and missing_methods(to):
+        items = to
+    servers = [_server(item) for item in items]
+    if not servers:
+        raise UsageError("give at least one server")
+    known: dict[int, str] = {}
+    for number, server in enumerate(servers):
+        if isinstance(server, Engine):
+            name = server.name or name_of(server.target)
+            if id(server.target) in known:
+                raise UsageError(f"{name} is given twice: give each engine once")
+            # Two engines of one class.
+            name = f"{name} #{number}" if name in known.values() else name
+            servers[number] = replace(server, name=name)
+            known[id(server.target)] = name
+    return servers
+
+
+def make_driver(server: str | Engine, options: Options, clock: Clock) -> Driver:
+    """The driver of one server of `listed`."""
+    if isinstance(server, str):
+        return VllmDriver(
+            HttpClient(
+                server,
+                connect_timeout=options.timeouts.connect,
+                headers=options.headers,
+                ca_bundle=options.ca_bundle,
+                trust_env=options.trust_env,
+                trace=options.trace,
+            ),
+            clock=clock,
+            pause=options.pause,
+            backend=options.backend,
+            verify=options.verify,
+        )
+    return ObjectDriver(
+        server,
+        _calls(server),
+        clock=clock,
+        pause=options.pause,
+        backend=options.backend,
+        verify=options.verify,
+        trace=options.trace,
+    )
+
+
+def name_of(target: object) -> str:
+    """What an engine without a name is called: its class, or the actor."""
+    return repr(target) if is_actor(target) else type(target).__name__
+
+
+def is_actor(target: object) -> bool:
+    """Whether ``target`` is a handle of a Ray actor; there is none where Ray is not imported."""
+    ray = sys.modules.get("ray")
+    return ray is not None and isinstance(target, ray.actor.ActorHandle)
+
+
+def _calls(engine: Engine) -> Calls:
+    if is_actor(engine.target):
+        from streamer.drivers.ray import RayCalls
+
+        return RayCalls(engine.target, engine.name)
+    return LocalCalls(engine.target, engine.name, engine.loop)
+
+
+def _server(item: object) -> str | Engine:
+    if isinstance(item, str):
+        return item
+    engine = item if isinstance(item, Engine) else Engine(item)
+    missing = missing_methods(engine.target)
+    if missing:
+        raise UsageError(
+            f"{engine.target!r:.100} is no server: give a URL, or an engine with the methods of "
+            f"vLLM's weight transfer (it has no {', '.join(missing)})"
+        )
+    return engine

@@ -1,0 +1,40 @@
+"""Weights that every rank of a trainer holds whole, as under DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from streamer.ranks import Ranks
+from streamer.source import Payload, TensorSpec, WeightSource
+
+
+class Replicas(WeightSource):
+    """A source that is the same on every rank: all push it, and rank 0 sends its own.
+
+    The others read nothing. They wait until the servers have the weights, and raise if the sender
+    fails: so no rank goes on with old weights on the server, or alone into its next collective.
+    """
+
+    def __init__(self, inner: WeightSource, ranks: Ranks) -> None:
+        self._inner = inner
+        self.ranks = ranks
+        self.lasting = inner.lasting
+        self.weight_version = inner.weight_version
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """See `WeightSource.specs`."""
+        return self._inner.specs()
+
+    def __iter__(self) -> Iterator[tuple[str, Payload]]:
+        assert self.ranks is not None
+        if self.ranks.sends:
+            yield from self._inner
+            return
+        for spec in self._inner.specs():
+            yield spec.name, torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+
+    def close(self) -> None:
+        """Close the source inside."""
+        self._inner.close()

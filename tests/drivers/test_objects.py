@@ -1,0 +1,397 @@
+"""Engines that are objects: pushed to as servers are, and what happens when they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import time
+
+import pytest
+import torch
+
+import streamer
+from streamer import (
+    DeadlineExceeded,
+    Engine,
+    IncompatibleServer,
+    ServerRefused,
+    ServerUnreachable,
+    SourceError,
+    Timeouts,
+    UsageError,
+)
+from streamer.drivers import vllm
+from streamer.drivers.calls import LocalCalls
+from streamer.drivers.vllm import INCOMPLETE
+from streamer.testing.engine import LocalEngine
+
+TIMEOUTS = Timeouts(connect=30, progress=20)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(no_threads_left):
+    """Every test here ends without a thread of ours."""
+
+
+@pytest.fixture
+def make_engine():
+    """Engines of any class, closed at the end."""
+    made = []
+
+    def make(kind=LocalEngine, workers=1):
+        made.append(kind(workers))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def weights(random_tensor):
+    def make(seed=0):
+        return {f"layers.{i}": random_tensor(torch.bfloat16, (40, 30), seed + i) for i in range(8)}
+
+    return make
+
+
+@pytest.fixture
+def holds(bytes_of):
+    def check(engine, tensors):
+        expected = {name: hashlib.sha256(bytes_of(t)).hexdigest() for name, t in tensors.items()}
+        return all(sums == expected for sums in engine.checksums())
+
+    return check
+
+
+class Bare:
+    """The four methods and nothing else, around a `LocalEngine`."""
+
+    def __init__(self, workers):
+        self.inner = LocalEngine(workers)
+        self.checksums, self.close = self.inner.checksums, self.inner.close
+
+    def init_weight_transfer_engine(self, init_info):
+        self.inner.init_weight_transfer_engine(init_info)
+
+    def start_weight_update(self):
+        self.inner.start_weight_update()
+
+    def update_weights(self, update_info):
+        self.inner.update_weights(update_info)
+
+    def finish_weight_update(self):
+        self.inner.finish_weight_update()
+
+
+class AsLLM(LocalEngine):
+    """Takes requests as vLLM's ``LLM`` does: a dict, or an object with an attribute."""
+
+    by_key = True
+
+    def init_weight_transfer_engine(self, request):
+        info = request["init_info"] if self.by_key else request.init_info
+        super().init_weight_transfer_engine(info)
+
+    def update_weights(self, request):
+        info = request["update_info"] if self.by_key else request.update_info
+        super().update_weights(info)
+
+
+class AsAsyncLLM(AsLLM):
+    """Coroutines of one event loop, as vLLM's ``AsyncLLM`` has."""
+
+    by_key = False
+
+    def __init__(self, workers):
+        super().__init__(workers)
+        self.threads = set()
+
+    async def _off(self, call, *args):
+        self.threads.add(threading.current_thread().name)
+        await asyncio.to_thread(call, *args)
+
+    async def init_weight_transfer_engine(self, request):
+        await self._off(super().init_weight_transfer_engine, request)
+
+    async def start_weight_update(self):
+        super().start_weight_update()
+
+    async def update_weights(self, request):
+        await self._off(super().update_weights, request)
+
+    async def finish_weight_update(self, weight_version=None):
+        super().finish_weight_update(weight_version)
+
+    async def is_paused(self):
+        return super().is_paused()
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "per tensor"])
+def test_an_engine_is_a_server(make_engine, make_source, weights, holds, packed):
+    engine = make_engine(workers=2)
+    with streamer.connect(engine, packed=packed, buffer_size=3000, timeouts=TIMEOUTS) as session:
+        for step in range(3):
+            report = session.push(make_source(weights(step)), weight_version=f"step-{step}")
+            assert holds(engine, weights(step))
+            assert engine.get_weight_version() == f"step-{step}"
+            assert not engine.is_paused()
+    (server,) = report.servers
+    assert (server.url, server.world_size) == ("LocalEngine", 2)
+
+
+def test_an_engine_and_urls_are_one_group(make_engine, server, make_source, weights, holds):
+    engines = [make_engine(), make_engine(workers=2)]
+    source = make_source(weights())
+    report = streamer.push(source, to=[engines[0], server.url, engines[1]], verify=True)
+    assert [one.url for one in report.servers] == ["LocalEngine", server.url, "LocalEngine #2"]
+    assert {one.verified for one in report.servers} == {"digest"}
+    assert all(holds(engine, weights()) for engine in engines)
+    assert server.holds(weights())
+
+
+def test_the_four_methods_are_enough(make_engine, make_source, weights, holds):
+    bare = make_engine(Bare)
+    engine = Engine(bare, name="mine", world_size=1, backend="streamer", device="cpu")
+    with streamer.connect(engine) as session:
+        session.push(make_source(weights()), weight_version="one")
+        assert holds(bare, weights())
+        report = session.push(make_source(weights(1)), weight_version="two")
+    assert holds(bare, weights(1))
+    assert report.servers[0].url == "mine"
+
+
+@pytest.mark.parametrize("by_key", [True, False], ids=["key", "attribute"])
+def test_requests_of_vllm_s_shape(make_engine, make_source, weights, holds, monkeypatch, by_key):
+    monkeypatch.setattr(AsLLM, "by_key", by_key)
+    engine = make_engine(AsLLM)
+    streamer.push(make_source(weights()), to=engine, weight_version="v")
+    assert holds(engine, weights())
+    assert engine.get_weight_version() == "v"
+
+
+def test_coroutines_run_on_the_loop_that_awaits(make_engine, make_source, weights, holds):
+    engine = make_engine(AsAsyncLLM, workers=2)
+    asyncio.run(streamer.apush(make_source(weights()), to=engine))
+    assert holds(engine, weights())
+    assert engine.threads == {"MainThread"}
+
+
+def test_coroutines_without_a_loop_are_refused(make_engine, make_source, weights):
+    with pytest.raises(UsageError, match=r"AsAsyncLLM\.\w+ is a coroutine: push with .*aconnect"):
+        streamer.push(make_source(weights()), to=make_engine(AsAsyncLLM))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"backend": "streamer"}, "does not say how many workers: give streamer.Engine"),
+        ({"world_size": 0, "backend": "streamer"}, "says that it has 0 workers"),
+        ({"world_size": 1}, "does not say which engine receives.*the option backend"),
+        ({"world_size": 1, "backend": "ipc"}, "Bare receives with the backend 'ipc'"),
+    ],
+)
+def test_what_an_engine_does_not_tell_has_to_be_given(make_engine, given, said):
+    with pytest.raises((UsageError, IncompatibleServer), match=said):
+        streamer.connect(Engine(make_engine(Bare), **given))
+
+
+@pytest.mark.parametrize("to", [object(), [object()], 3, Engine(None)])
+def test_what_is_no_server(to):
+    with pytest.raises(UsageError, match=r"is no server.*it has no init_weight_transfer_engine"):
+        streamer.push({}, to=to)
+
+
+def test_one_engine_twice(make_engine):
+    engine = make_engine()
+    with pytest.raises(UsageError, match="LocalEngine is given twice"):
+        streamer.connect([engine, Engine(engine)])
+
+
+def test_an_engine_of_vllm_tells_by_its_configuration(make_engine, make_source, weights, holds):
+    class Config:
+        def __init__(self, **values):
+            self.__dict__.update(values)
+
+    bare = make_engine(Bare, workers=2)
+    bare.vllm_config = Config(
+        parallel_config=Config(world_size_across_dp=2),
+        weight_transfer_config=Config(backend="streamer"),
+        device_config=Config(device=torch.device("cpu")),
+    )
+    assert streamer.push(make_source(weights()), to=bare).servers[0].world_size == 2
+    assert holds(bare, weights())
+
+
+# What fails.
+
+
+class Failing(LocalEngine):
+    """Raises in one method, the next time it is called."""
+
+    broken: str = ""
+
+    def _fail(self, method):
+        if self.broken == method:
+            self.broken = ""
+            raise ValueError("no\nway")
+
+    def init_weight_transfer_engine(self, init_info):
+        self._fail("init_weight_transfer_engine")
+        super().init_weight_transfer_engine(init_info)
+
+    def start_weight_update(self):
+        self._fail("start_weight_update")
+        super().start_weight_update()
+
+    def update_weights(self, update_info):
+        self._fail("update_weights")
+        super().update_weights(update_info)
+
+    def finish_weight_update(self, weight_version=None):
+        self._fail("finish_weight_update")
+        super().finish_weight_update(weight_version)
+
+
+@pytest.mark.parametrize(
+    ("method", "held"),
+    [
+        ("init_weight_transfer_engine", "old"),
+        ("start_weight_update", "old"),
+        ("update_weights", "mixture"),
+        ("finish_weight_update", "mixture"),
+    ],
+)
+def test_a_method_that_raises_ends_the_push_on_every_server(
+    make_engine, server, make_source, weights, holds, method, held
+):
+    engine = make_engine(Failing)
+    with streamer.Session([engine, server.url], timeouts=TIMEOUTS) as session:
+        session.push(make_source(weights()), weight_version="old")
+        if method == "init_weight_transfer_engine":
+            session._leave()
+        engine.broken = method
+        started = time.monotonic()
+        with pytest.raises(
+            ServerRefused, match=rf"Failing\.{method}: ValueError: no way"
+        ) as caught:
+            session.push(make_source(weights(1)), weight_version="new")
+        assert time.monotonic() - started < 10
+        if held == "old":
+            assert holds(engine, weights())
+            assert server.holds(weights())
+            assert engine.get_weight_version() == server.weight_version == "old"
+            assert not engine.is_paused()
+            assert not server.paused
+        else:
+            assert set(caught.value.held) == {"Failing", server.url}
+            assert engine.is_paused()
+            assert engine.get_weight_version() == f"{INCOMPLETE}new"
+            # The other one has committed before it could know.
+            committed = method == "finish_weight_update"
+            assert server.weight_version == ("new" if committed else f"{INCOMPLETE}new")
+            assert server.paused is not committed
+        session.push(make_source(weights(2)))
+        assert holds(engine, weights(2))
+        assert server.holds(weights(2))
+        assert not engine.is_paused()
+        assert not server.paused
+
+
+def test_an_engine_that_cannot_be_paused_says_so(make_engine, make_source, weights, source_error):
+    def fail(index):
+        if index == 6:
+            raise source_error("torn")
+
+    bare = Engine(make_engine(Bare), world_size=1, backend="streamer", device="cpu")
+    with (
+        streamer.connect(bare, buffer_size=1000, num_buffers=1) as session,
+        pytest.raises(SourceError) as caught,
+    ):
+        session.push(make_source(weights(), on_step=fail))
+    assert caught.value.held["Bare"] == (
+        "holds a mixture of old and new weights, cannot be paused: push again before it generates "
+        "anything"
+    )
+
+
+class Stuck(LocalEngine):
+    """Does not come back from one method until it is let go."""
+
+    stuck = ""
+
+    def __init__(self, workers):
+        super().__init__(workers)
+        self.go = threading.Event()
+
+    def start_weight_update(self):
+        if self.stuck:
+            self.go.wait()
+        super().start_weight_update()
+
+    def close(self):
+        self.go.set()
+        super().close()
+
+
+def test_a_call_that_does_not_end_is_given_up_at_its_deadline(
+    make_engine, make_source, weights, holds, monkeypatch
+):
+    monkeypatch.setattr(vllm, "_CLEAN_UP_SECONDS", 0.5)
+    engine = make_engine(Stuck)
+    with streamer.connect(engine, timeouts=Timeouts(connect=10, progress=1)) as session:
+        session.push(make_source(weights()), weight_version="old")
+        engine.stuck = True
+        with pytest.raises(
+            DeadlineExceeded, match=r"Stuck\.start_weight_update: no answer"
+        ) as caught:
+            session.push(make_source(weights(1)), weight_version="new")
+        # What is called next waits behind it, and says so.
+        assert any("behind start_weight_update" in note for note in caught.value.__notes__)
+        engine.stuck = False
+        engine.go.set()
+        session.push(make_source(weights(2)))
+        assert holds(engine, weights(2))
+
+
+def test_a_call_that_was_given_up_before_its_turn_does_not_happen():
+    class Target:
+        calls: list[str]
+
+        def slow(self):
+            self.calls.append("slow")
+            go.wait()
+
+        def fast(self):
+            self.calls.append("fast")
+
+    go, target = threading.Event(), Target()
+    target.calls = []
+    calls = LocalCalls(target, "it")
+    try:
+        with pytest.raises(DeadlineExceeded, match=r"no answer after 0\.1 s$"):
+            calls.call("slow", 0.1)
+        with pytest.raises(DeadlineExceeded, match="behind slow, which does not end"):
+            calls.call("fast", 0.1)
+        waiter = threading.Timer(0.2, calls.cancel)
+        waiter.start()
+        with pytest.raises(ServerUnreachable, match=r"it\.fast: cancelled"):
+            calls.call("fast", None)
+        go.set()
+        calls.call("fast", 5)
+        assert target.calls == ["slow", "fast"]
+    finally:
+        go.set()
+        calls.close()
+
+
+def test_a_timeout_of_the_method_s_own_is_no_deadline():
+    class Target:
+        def late(self):
+            raise TimeoutError("mine")
+
+    calls = LocalCalls(Target(), "it")
+    with pytest.raises(ServerRefused, match=r"it\.late: TimeoutError: mine"):
+        calls.call("late", 5)
+    calls.close()

@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Everything that needs two GPUs:  run.sh CARRY OUT [part ...]
+#
+# CARRY holds a packed vLLM (vllm_site.tar.xz), make_checkpoint.py, serve_vllm.sh, the reference
+# script (rlhf_http_nccl_no_vllm.py) and a wheel of streamer. Logs and results go to OUT.
+# Parts: small (0.6b, fp8 and moe: 200 s), 8b (250 s), limits (60 s), push (130 s), module (90 s),
+# verify (60 s). The last three start an 8b server first (70 s).
+set -u
+carry=$(realpath "$1") out=$(realpath "$2")
+repo=$(realpath "$(dirname "$0")/../..")
+shift 2
+work=/tmp/streamer-gpu
+mkdir -p "$work/site"
+cd "$work" || exit 1
+started=$(date +%s)
+at() { echo "== $(($(date +%s) - started)) s: $*"; }
+
+if [ ! -e site/vllm ]; then
+    python3 -c "import tarfile; tarfile.open('$carry/vllm_site.tar.xz').extractall('site', filter='fully_trusted')"
+    python3 -m pip install -q --no-index --no-deps --target site "$carry"/streamer-*.whl
+    cp "$carry"/*.py "$carry"/*.sh .
+fi
+export PYTHONPATH=$work/site PYTHONUNBUFFERED=1
+check=(python3 "$repo/tests/gpu/check_vllm.py" --site "$work/site" --serve serve_vllm.sh --make make_checkpoint.py)
+at unpacked
+
+make_8b() {
+    [ -e /tmp/check/8b-7 ] || python3 make_checkpoint.py /tmp/check/8b-7 8b 7 > "$out/make.log" 2>&1
+}
+
+serve_8b() { # port backend
+    curl -sf "http://127.0.0.1:$1/get_world_size" > /dev/null && return
+    make_8b
+    SITE=$work/site setsid bash serve_vllm.sh /tmp/check/8b-7 0 "$1" --gpu-memory-utilization 0.05 \
+        --kv-cache-memory-bytes 1073741824 --weight-transfer-config "{\"backend\":\"$2\"}" > /dev/null 2>&1 &
+    for _ in $(seq 120); do
+        curl -sf "http://127.0.0.1:$1/get_world_size" > /dev/null && break
+        sleep 1
+    done
+    at "$2 server up"
+}
+
+benchmark() { # seconds log script arguments ...
+    local seconds=$1 log=$2
+    shift 2
+    CUDA_VISIBLE_DEVICES=1 timeout "$seconds" python3 -W ignore "$@" > "$out/$log.log" 2>&1
+    echo "rc $?"
+    grep -v "UserWarning\|chunk = " "$out/$log.log" | tail -20
+    at "$log"
+}
+
+for part in "${@:-small}"; do
+    case $part in
+        small) CUDA_VISIBLE_DEVICES=1 timeout 330 "${check[@]}" --models 0.6b,fp8,moe > "$out/small.log" 2>&1 ;;
+        8b) CUDA_VISIBLE_DEVICES=1 timeout 420 "${check[@]}" --models 8b > "$out/8b.log" 2>&1 ;;
+        limits) make_8b && benchmark 100 limits "$repo/benchmarks/gpu_limits.py" --checkpoint /tmp/check/8b-7 --json "$out/limits.json" ;;
+        push) serve_8b 8150 nccl && benchmark 250 push "$repo/benchmarks/push_vs_reference.py" --url http://127.0.0.1:8150 \
+            --checkpoint /tmp/check/8b-7 --script rlhf_http_nccl_no_vllm.py --modes packed --json "$out/push.json" ;;
+        module) serve_8b 8150 nccl && benchmark 120 module "$repo/benchmarks/module_vs_vllm.py" --url http://127.0.0.1:8150 \
+            --checkpoint /tmp/check/8b-7 --json "$out/module.json" --trace "$out/module-trace.json" ;;
+        verify) serve_8b 8151 streamer && benchmark 100 verify "$repo/benchmarks/verify_cost.py" --device cuda ;;
+    esac
+    case $part in small | 8b) echo "rc $?"; grep -v '^{' "$out/$part.log"; at "$part" ;; esac
+done
+tar cf "$out/vllm-logs.tar" vllm_8*.log 2> /dev/null
