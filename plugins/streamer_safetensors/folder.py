@@ -25,7 +25,7 @@ _ADAPTER = "adapter_model"
 _CONSOLIDATED = "consolidated"
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".distcp")
 _NUMBERED = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.safetensors")
-_MERGE = "merge it into its base model first (PEFT: merge_and_unload(), then save_pretrained)"
+_MERGE = "push it with its base model, which merges them on the way: peft://ADAPTER?base=CHECKPOINT"
 
 
 File = TypeVar("File")
