@@ -18,6 +18,7 @@ from streamer.exceptions import (
     DeadlineExceeded,
     IncompatibleServer,
     ServerError,
+    ServerUnreachable,
     StreamerError,
     TransportError,
 )
@@ -300,6 +301,8 @@ class Group:
 def _first_error(futures: Sequence[Future[None]]) -> BaseException | None:
     errors = [future.exception() for future in futures if future.done() and not future.cancelled()]
     refusals = [error for error in errors if isinstance(error, ServerError)]
+    # The others say that a worker has left; the one that is gone says nothing, and is the cause.
+    refusals.sort(key=lambda error: not isinstance(error, ServerUnreachable))
     return next(iter(refusals), None) or next((error for error in errors if error), None)
 
 

@@ -218,7 +218,7 @@ class SourceSuite:
         )
 
     def test_missing_target(self, tmp_path: Path) -> None:
-        """What is not there is a `StreamerError` of one line when it is opened, not later."""
+        """What is not there is a `StreamerError` when it is opened, not later."""
         told: StreamerError | None = None
         specs: Sequence[TensorSpec] = ()
         try:
@@ -235,9 +235,7 @@ class SourceSuite:
             "a missing target is opened as if it were there, with "
             f"{specs[0] if specs else 'no tensor'}: raise streamer.SourceError at the opening"
         )
-        text = str(told)
-        assert text.strip(), f"a missing target raises a {type(told).__name__} without a text"
-        assert text.isprintable(), f"a missing target raises more than one line: {text!r}"
+        assert str(told).strip(), f"a missing target raises a {type(told).__name__} without a text"
 
     def test_entry_point(self, tmp_path: Path) -> None:
         """An installed distribution registers the source, and ``target`` opens the same weights."""

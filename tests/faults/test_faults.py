@@ -1,0 +1,164 @@
+"""Every fault in every phase of a sync, into a real server of two worker processes over Gloo.
+
+``scripts/fault_table.py`` runs this and writes docs/faults.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import NoneType
+
+import pytest
+
+import streamer
+from streamer import Session, StreamerError, Timeouts
+from streamer import group as group_module
+from streamer import session as session_module
+from streamer.drivers import vllm
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fault_plot import BUFFER_SIZE, CALL_SIZE, Plot, weights
+from fault_proxy import Fault
+from fault_table import (
+    CALLS,
+    FILE,
+    KINDS,
+    LATE,
+    PHASES,
+    SOURCE,
+    UPDATE,
+    Outcome,
+    cells,
+    not_a_cell,
+    outcome,
+)
+
+sys.path.pop(0)
+
+pytestmark = pytest.mark.timeout(60)
+
+PATIENT = Timeouts(connect=30, progress=30)
+SHORT = Timeouts(connect=2, progress=1.5)
+SOON, LATER = 6.0, 12.0
+"""Seconds within which a fault is told: that is seen at once, and that only a deadline ends."""
+OLD, NEW, NEXT = weights(1), weights(2), weights(3)
+SUMS = {
+    name: {key: hashlib.sha256(bytes(value.tolist())).hexdigest() for key, value in each.items()}
+    for name, each in (("old", OLD), ("new", NEW))
+}
+
+
+@pytest.fixture(autouse=True)
+def small_plans_and_deadlines(monkeypatch):
+    plain = session_module.make_plan
+    monkeypatch.setattr(
+        session_module, "make_plan", lambda *a, **k: plain(*a, **k, call_size=CALL_SIZE)
+    )
+    monkeypatch.setattr(vllm, "_CLEAN_UP_SECONDS", 1.0)
+    monkeypatch.setattr(group_module, "_ANSWER_SECONDS", 0.5)
+
+
+def state_of(server) -> Outcome:
+    """What ``server`` does and holds now."""
+    sums = server.post("/weight_checker", {"action": "checksum"}).get("checksums")
+    workers = range(server.workers)
+    weights = [
+        name
+        for name, each in SUMS.items()
+        if sums == {f"{worker}:{key}": digest for worker in workers for key, digest in each.items()}
+    ]
+    return Outcome(
+        weights=weights[0] if weights else "mixture" if sums else "dead",
+        paused=server.paused,
+        marked=server.weight_version.startswith(vllm.INCOMPLETE),
+    )
+
+
+@pytest.mark.parametrize("cell", cells(), ids=str)
+def test_a_fault(
+    cell, server, proxy, make_source, deferred, tmp_path, monkeypatch, leaks, eventually,
+    record_property,
+):  # fmt: skip
+    expected = outcome(cell)
+    state = replace(expected, error=None, says="")
+    streamer.push(make_source(OLD), proxy.url, buffer_size=BUFFER_SIZE, weight_version="old")
+    before = leaks()
+    timeouts = SHORT if cell.kind in LATE else PATIENT
+    with Session(proxy.url, timeouts=timeouts, buffer_size=BUFFER_SIZE) as session:
+        error = None
+        with monkeypatch.context() as patch:
+            plot = Plot(cell, NEW, server, tmp_path, patch, make_source, deferred)
+            proxy.inject(plot.fault)
+            started = time.monotonic()
+            try:
+                session.push(plot.source, weight_version="new")
+            except StreamerError as problem:
+                error = problem
+            seconds = time.monotonic() - started
+        # What happened.
+        assert plot.fault.arrived.is_set()
+        assert type(error) is (expected.error or NoneType)
+        if error is not None:
+            assert re.search(expected.says, str(error))
+            assert str(error).isprintable()
+            assert cell.kind in (*FILE, *SOURCE) or proxy.url in str(error)
+        assert seconds < (LATER if cell.kind in LATE else SOON)
+        if cell.kind in LATE and error is not None:
+            assert seconds > SHORT.progress
+        # What it left.
+        proxy.heal()
+        plot.go_on()
+        if cell.kind == "server killed":
+            assert expected.weights == "dead"
+        else:
+            eventually(lambda: state_of(server) == state)
+        if expected.weights != "dead" and cell.kind != "server stopped":  # which goes on by itself
+            assert ("holds a mixture" in str(error)) == state.marked
+            whole = error is not None and state.weights == "new" and not state.marked
+            assert ("holds the new weights" in str(error)) == whole
+        record_property("cell", str(cell))
+        record_property("error", type(error).__name__ if error is not None else "")
+        record_property(
+            "text", str(error or "").replace(proxy.url, "URL").replace(str(tmp_path), "")
+        )
+        record_property("seconds", round(seconds, 2))
+        record_property("state", describe(state))
+        # The cure.
+        if cell.kind.endswith("killed"):
+            server.kill()
+            server.start()
+        session.push(make_source(NEXT), weight_version="next")
+        assert server.holds(NEXT)
+        assert (server.paused, server.weight_version) == (False, "next")
+    plot.source.close()
+    proxy.heal()
+    eventually(lambda: all(now <= before[name] for name, now in leaks().items()))
+
+
+def describe(state: Outcome) -> str:
+    """In a word or two."""
+    if state.weights == "dead":
+        return "dead"
+    how = [word for word in ("paused", "marked") if getattr(state, word)]
+    return ", ".join([state.weights, *how])
+
+
+def test_the_table_has_no_gap():
+    """Each cell is run, or says why there is none."""
+    run = {(cell.phase.name, cell.kind) for cell in cells()}
+    for phase in PHASES:
+        for kind in KINDS:
+            assert ((phase.name, kind) in run) != bool(not_a_cell(phase, kind))
+
+
+def test_a_sync_of_the_table_has_so_many_calls(server, proxy, make_source):
+    """Or "last call" would not be the last."""
+    proxy.inject(Fault("/never"))
+    streamer.push(make_source(NEW), proxy.url, buffer_size=BUFFER_SIZE)
+    assert proxy.calls.count(f"POST {UPDATE}") == CALLS
+    proxy.heal()
