@@ -84,6 +84,18 @@ def endpoint():
     return Endpoint(torch.device("cpu"), 0)
 
 
+def joined(end, update_open=False):
+    """A trainer's lifeline and its end of the group, which ``end`` has joined."""
+    host = Lifeline.host("127.0.0.1")
+    trainer = GlooTransport(host, 0, 2)
+    info = InitInfo(rank_offset=1, world_size=2, **host.rendezvous())
+    joining = threading.Thread(target=end.join, args=(info,), kwargs={"update_open": update_open})
+    joining.start()
+    trainer.connect(20)
+    joining.join()
+    return host, trainer
+
+
 def receive(end, names=("w",), shapes=((2,),)):
     got = {}
     end.receive(
@@ -136,13 +148,7 @@ def test_it_joins_reports_receives_and_joins_again(leaks, eventually):
     """A second trainer takes over without a word from the first."""
     end = endpoint()
     for value in (1.0, 2.0):
-        host = Lifeline.host("127.0.0.1")
-        trainer = GlooTransport(host, 0, 2)
-        info = InitInfo(rank_offset=1, world_size=2, **host.rendezvous())
-        joining = threading.Thread(target=end.join, args=(info,), kwargs={"update_open": True})
-        joining.start()
-        trainer.connect(20)
-        joining.join()
+        host, trainer = joined(end, update_open=True)
         assert host.reported(1) == {"update_open": True}
         got = {}
         receiving = threading.Thread(target=lambda got=got: got.update(receive(end)))
@@ -158,13 +164,7 @@ def test_it_joins_reports_receives_and_joins_again(leaks, eventually):
 
 def test_empty_lists_mean_those_of_the_last_call():
     end = endpoint()
-    host = Lifeline.host("127.0.0.1")
-    trainer = GlooTransport(host, 0, 2)
-    info = InitInfo(rank_offset=1, world_size=2, **host.rendezvous())
-    joining = threading.Thread(target=end.join, args=(info,), kwargs={"update_open": False})
-    joining.start()
-    trainer.connect(20)
-    joining.join()
+    host, trainer = joined(end)
     for lists in ({}, {"names": (), "shapes": ()}, {"names": (), "shapes": ()}):
         got = {}
         receiving = threading.Thread(
@@ -183,13 +183,7 @@ def test_empty_lists_mean_those_of_the_last_call():
 
 def test_a_trainer_that_goes_wakes_a_worker_that_receives(eventually):
     end = endpoint()
-    host = Lifeline.host("127.0.0.1")
-    trainer = GlooTransport(host, 0, 2)
-    info = InitInfo(rank_offset=1, world_size=2, **host.rendezvous())
-    joining = threading.Thread(target=end.join, args=(info,), kwargs={"update_open": False})
-    joining.start()
-    trainer.connect(20)
-    joining.join()
+    host, trainer = joined(end)
     errors = []
 
     def run():
