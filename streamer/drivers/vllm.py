@@ -298,7 +298,7 @@ class VllmDriver:
             return f"holds the new weights{resume}"
         if self._is_taken():
             self._must_resume = False
-            return "was taken over by another trainer meanwhile, and is left alone"
+            return "was taken over by another trainer meanwhile, or restarted, and is left alone"
         self._version = self._mark
         if not self._began:
             return (
