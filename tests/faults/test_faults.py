@@ -64,13 +64,17 @@ def small_plans_and_deadlines(monkeypatch):
 
 
 def state_of(server) -> Outcome:
-    """What ``server`` does and holds now."""
+    """What ``server`` does and holds now, of the tensors of the table: others pushed to it too."""
     sums = server.post("/weight_checker", {"action": "checksum"}).get("checksums")
-    workers = range(server.workers)
     weights = [
         name
         for name, each in SUMS.items()
-        if sums == {f"{worker}:{key}": digest for worker in workers for key, digest in each.items()}
+        if sums
+        and all(
+            sums.get(f"{worker}:{key}") == digest
+            for worker in range(server.workers)
+            for key, digest in each.items()
+        )
     ]
     return Outcome(
         weights=weights[0] if weights else "mixture" if sums else "dead",
@@ -116,7 +120,7 @@ def test_a_fault(
         if cell.kind == "server killed":
             assert expected.weights == "dead"
         else:
-            eventually(lambda: state_of(server) == state)
+            eventually(lambda: state.allows(state_of(server)))
         if expected.weights != "dead" and cell.kind != "server stopped":  # which goes on by itself
             assert ("holds a mixture" in str(error)) == state.marked
             whole = error is not None and state.weights == "new" and not state.marked

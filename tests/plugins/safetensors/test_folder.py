@@ -290,8 +290,8 @@ class TestFoldersWithoutIndex:
 
     def test_only_an_adapter(self, tmp_path, refused):
         path = save(tmp_path / "adapter_model.safetensors", "lora")
-        in_order(refused(tmp_path), "only a LoRA adapter", path.name, "merge it")
-        in_order(refused(path), "is a LoRA adapter", "merge it")
+        in_order(refused(tmp_path), "only a LoRA adapter", path.name, "peft://")
+        in_order(refused(path), "is a LoRA adapter", "peft://")
 
     def test_an_empty_folder(self, tmp_path, refused):
         in_order(refused(tmp_path), "holds no *.safetensors file; it is empty")
