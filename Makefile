@@ -6,7 +6,9 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Exact releases, for build environments too. -qq leaves errors.
 INSTALL := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(PIP) install -qq
-UNIT := -n auto --ignore=tests/interop --ignore=tests/gpu --ignore=tests/integrations/trl \
+# Half of what the tests do is to wait for processes, so two for each of a few cores.
+WORKERS := $(shell n=$$(nproc); echo $$((n < 8 ? 2 * n : n)))
+UNIT := -n $(WORKERS) --ignore=tests/interop --ignore=tests/gpu --ignore=tests/integrations/trl \
     --ignore=tests/ray
 # What goes through all that is installed: entry points, every command, pushes to a server.
 WHEEL := tests/cli $(wildcard tests/test_registry*.py)
@@ -15,7 +17,7 @@ WHEEL := tests/cli $(wildcard tests/test_registry*.py)
 
 help:
 	@echo 'make demo     push made-up weights to a server on this machine, and check every byte'
-	@echo 'make test     all of the checks below, in order'
+	@echo 'make test     all of the checks below'
 	@echo 'make lint     ruff: rules and format'
 	@echo 'make types    mypy'
 	@echo 'make unit     the tests that need no other server than our own'
@@ -33,8 +35,8 @@ demo: .venv/serve.stamp
 	@$(BIN)/streamer demo
 
 test:
-	@MAKE='$(MAKE)' scripts/run_steps.sh setup lint types unit wheel plugin-example vllm interop \
-	    trl grpo ray
+	@MAKE='$(MAKE)' scripts/run_steps.sh setup lint 'types unit | vllm trl' wheel plugin-example \
+	    'interop | grpo ray'
 
 setup: .venv/dev.stamp
 
@@ -49,7 +51,7 @@ unit: .venv/dev.stamp
 	$(BIN)/python -m pytest $(UNIT)
 
 wheel: .venv/dev.stamp
-	scripts/test_wheel.sh $(CURDIR)/$(BIN)/python -n auto $(WHEEL)
+	scripts/test_wheel.sh $(CURDIR)/$(BIN)/python -n $(WORKERS) $(WHEEL)
 
 plugin-example: .venv/dev.stamp
 	scripts/test_plugin_example.sh $(CURDIR)/$(BIN)/python

@@ -214,7 +214,7 @@ def _of_process(phase: Phase, kind: str) -> Outcome:
     elif phase.group == "update" and not past:
         says, state = "no byte moved", _failed(phase, done=False)
         if phase.name == "update: first byte":
-            # What its kernel has received may be read, or lost with the connection, once it goes on.
+            # What its kernel has received may still be read, or be lost with the connection.
             state = replace(state, weights="old or mixture")
     elif past:
         state = Outcome(paused=True)
