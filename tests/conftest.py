@@ -352,6 +352,10 @@ def fake_server(start_fake: Callable[[], FakeServer]) -> FakeServer:
 
 # The reference server, in a process of its own, that can be told to fail.
 
+GPU = os.environ.get("STREAMER_TEST_GPU", "")
+"""The GPU of the shared server, which has one worker then: tests/gpu."""
+DEVICE = "cuda" if GPU else "cpu"
+
 _REFERENCE = """
 import asyncio, json, sys
 from streamer.receiver import server
@@ -399,7 +403,8 @@ class Faults:
 plain = server.ReferenceServer.app
 server.ReferenceServer.app = lambda self: Faults(plain(self), self)
 server.run(
-    host="127.0.0.1", port=int(sys.argv[1]), workers=int(sys.argv[2]), device="cpu", discard=False,
+    host="127.0.0.1", port=int(sys.argv[1]), workers=int(sys.argv[2]), device=sys.argv[3],
+    discard=False,
     on_ready=lambda url: print("ready", url, flush=True),
 )
 """
@@ -434,11 +439,12 @@ class ReferenceServer:
         """Start it, on the port it had before if it had one, and wait until its workers answer."""
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _REFERENCE, str(self.port), str(self.workers)],
+                [sys.executable, "-c", _REFERENCE, str(self.port), str(self.workers), DEVICE],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 start_new_session=True,
+                env=os.environ | ({"CUDA_VISIBLE_DEVICES": GPU} if GPU else {}),
             )
         assert self.process.stdout is not None
         try:
@@ -577,7 +583,8 @@ def start_server(tmp_path: Path) -> Iterator[Callable[[int], ReferenceServer]]:
 
 @pytest.fixture(scope="session")
 def _shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReferenceServer]:
-    server = ReferenceServer(2, log=tmp_path_factory.mktemp("server") / "log")
+    workers = 1 if GPU else 2
+    server = ReferenceServer(workers, log=tmp_path_factory.mktemp("server") / "log")
     server.start()
     yield server
     server.kill()

@@ -131,7 +131,7 @@ class Plot:
 
             def act() -> None:
                 # Nothing of the warm-up is over before this one comes.
-                os.kill(self.server.pids[1], signal.SIGSTOP)
+                os.kill(self.server.pids[-1], signal.SIGSTOP)
                 threading.Timer(0.3, strike).start()
 
             fault.act = act
@@ -141,7 +141,7 @@ class Plot:
 
     def _process(self) -> None:
         who, _, what = self.cell.kind.partition(" ")
-        server, worker = self.server.process, self.server.pids[1]
+        server, worker = self.server.process, self.server.pids[-1]
         number = signal.SIGKILL if what == "killed" else signal.SIGSTOP
         pids = [worker] if who == "worker" else [server.pid]
         if self.cell.kind == "server stopped":

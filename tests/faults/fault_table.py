@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,8 @@ from streamer import (
     StreamerError,
 )
 
+WORKERS = 1 if "STREAMER_TEST_GPU" in os.environ else 2
+"""Of the server. The last one is the one that is killed or stopped."""
 UPDATE = "/update_weights"
 CALLS = 3
 """Calls of ``/update_weights`` in one sync."""
@@ -179,7 +182,8 @@ def _of_http(phase: Phase, kind: str) -> Outcome:
     error, says = _HTTP_ERRORS[kind]
     if kind == "never":
         says = {
-            "init": "did not answer the join: of 2 workers, ranks [1, 2] have not joined ",
+            "init": f"did not answer the join: of {WORKERS} workers, ranks "
+            f"{list(range(1, WORKERS + 1))} have not joined ",
             "warm-up": "did not answer the join: the broadcast group was through",
             "update: first byte": "did not answer the update: a worker is stuck or gone",
             "update: last call": "did not answer the update: a worker is stuck or gone",
@@ -195,13 +199,13 @@ def _of_process(phase: Phase, kind: str) -> Outcome:
         if past:
             return Outcome(weights="dead")
         state = OLD if phase.group == "init" else MIXTURE
-        says = "worker 1 has died: restart the server"
+        says = f"worker {WORKERS - 1} has died: restart the server"
         return _raises(replace(state, weights="dead"), ServerRefused, says, phase)
     if kind == "worker stopped":
         if past:
             return Outcome()
         if phase.group == "init":
-            return _raises(OLD, DeadlineExceeded, "ranks [2] have not joined ", phase)
+            return _raises(OLD, DeadlineExceeded, f"ranks [{WORKERS}] have not joined ", phase)
         return _raises(MIXTURE, DeadlineExceeded, "no byte moved", phase)
     noticed = replace(phase, path="/finish_weight_update") if past else phase
     if kind == "server killed":

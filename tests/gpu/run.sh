@@ -5,6 +5,7 @@
 # script (rlhf_http_nccl_no_vllm.py) and a wheel of streamer. Logs and results go to OUT.
 # Parts: small (0.6b, fp8 and moe: 200 s), 8b (250 s), limits (60 s), push (130 s), module (90 s),
 # verify (60 s). The last three start an 8b server first (70 s).
+# faults: the table of tests/faults over NCCL, into a server of one worker (not run yet).
 set -u
 carry=$(realpath "$1") out=$(realpath "$2")
 repo=$(realpath "$(dirname "$0")/../..")
@@ -59,6 +60,9 @@ for part in "${@:-small}"; do
         module) serve_8b 8150 nccl && benchmark 120 module "$repo/benchmarks/module_vs_vllm.py" --url http://127.0.0.1:8150 \
             --checkpoint /tmp/check/8b-7 --json "$out/module.json" --trace "$out/module-trace.json" ;;
         verify) serve_8b 8151 streamer && benchmark 100 verify "$repo/benchmarks/verify_cost.py" --device cuda ;;
+        faults) (cd "$repo" && STREAMER_TEST_GPU=0 CUDA_VISIBLE_DEVICES=1 timeout 300 python3 -W ignore -m pytest -q \
+            -n 8 -p no:cacheprovider -W default -o addopts=--import-mode=importlib tests/faults/test_faults.py > "$out/faults.log" 2>&1)
+            echo "rc $?"; grep -E '^(E  |FAILED|[0-9]+ )' "$out/faults.log" | tail -60; at faults ;;
     esac
     case $part in small | 8b) echo "rc $?"; grep -v '^{' "$out/$part.log"; at "$part" ;; esac
 done
