@@ -80,14 +80,24 @@ class Follower:
         self._over = False
 
     def join(self) -> None:
-        """Wait for rank 0 to begin a push that this rank was not in yet."""
+        """Wait for rank 0 to begin a push that this rank was not in yet.
+
+        Where this rank gives up first it says so: rank 0, if it is only late, must not take the
+        next push of this rank, with the weights of a later step, for this one.
+        """
         last = self._ranks.read(self._key).get("push", 0)
         patience = self._clock.connect
-        for _ in polls(patience, self._check):
-            lead = newest_lead(self._ranks)
-            if lead.get("push", 0) > last and lead["step"] == 0 and "go" in lead:
-                self._push = lead["push"]
-                return
+        try:
+            for _ in polls(patience, self._check):
+                lead = newest_lead(self._ranks)
+                if lead.get("push", 0) > last and lead["step"] == 0 and "go" in lead:
+                    self._push = lead["push"]
+                    return
+        except BaseException as error:
+            self._push = 1 + max(last, newest_lead(self._ranks).get("push", 0))
+            with noted(error):
+                self.fail(error)
+            raise
         raise RankError(
             f"rank 0 did not come within {patience:g} s: every rank of the process group must push "
             "the same source at the same time",
