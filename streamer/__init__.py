@@ -8,37 +8,43 @@ with streamer.connect("http://localhost:8000") as session:
         session.push(model)
 """
 
-from streamer.aio import aconnect, apush
-from streamer.drivers.engine import Engine
-from streamer.drivers.sync_client import WeightSyncClient
-from streamer.exceptions import (
-    DeadlineExceeded,
-    IncompatibleServer,
-    PlanError,
-    PluginError,
-    PushCancelled,
-    RankError,
-    ServerError,
-    ServerRefused,
-    ServerUnreachable,
-    SourceError,
-    SpecMismatch,
-    StreamerError,
-    TransportError,
-    UsageError,
-    VerificationError,
-)
-from streamer.hookspecs import hookimpl
-from streamer.options import ConnectOptions
-from streamer.plan import Plan, make_plan
-from streamer.ranks import Ranks
-from streamer.registry import open_source, register_plugin
-from streamer.report import Report
-from streamer.session import Session, connect, push
-from streamer.source import DeferredTensor, Payload, TensorSpec, WeightSource
-from streamer.timeouts import Timeouts
-from streamer.trace import Trace
-from streamer.transforms import cast, exclude, map_tensors, rename, select
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from streamer.aio import aconnect, apush
+    from streamer.drivers.engine import Engine
+    from streamer.drivers.sync_client import WeightSyncClient
+    from streamer.exceptions import (
+        DeadlineExceeded,
+        IncompatibleServer,
+        PlanError,
+        PluginError,
+        PushCancelled,
+        RankError,
+        ServerError,
+        ServerRefused,
+        ServerUnreachable,
+        SourceError,
+        SpecMismatch,
+        StreamerError,
+        TransportError,
+        UsageError,
+        VerificationError,
+    )
+    from streamer.hookspecs import hookimpl
+    from streamer.options import ConnectOptions
+    from streamer.plan import Plan, make_plan
+    from streamer.ranks import Ranks
+    from streamer.registry import open_source, register_plugin
+    from streamer.report import Report
+    from streamer.session import Session, connect, push
+    from streamer.source import DeferredTensor, Payload, TensorSpec, WeightSource
+    from streamer.timeouts import Timeouts
+    from streamer.trace import Trace
+    from streamer.transforms import cast, exclude, map_tensors, rename, select
 
 __all__ = [
     "ConnectOptions",
@@ -83,3 +89,37 @@ __all__ = [
     "rename",
     "select",
 ]
+
+_HOMES = (
+    "exceptions",
+    "timeouts",
+    "hookspecs",
+    "report",
+    "trace",
+    "source",
+    "plan",
+    "transforms",
+    "ranks",
+    "registry",
+    "options",
+    "session",
+    "aio",
+    "drivers.engine",
+    "drivers.sync_client",
+)
+"""Where the names above come from; first what does not import torch."""
+
+if not TYPE_CHECKING:
+    # To import torch takes seconds: a usage error or the front of a server need not wait for it.
+
+    def __getattr__(name):
+        if name in __all__:
+            for home in _HOMES:
+                module = importlib.import_module(f"streamer.{home}")
+                if name in vars(module):
+                    value = globals()[name] = vars(module)[name]
+                    return value
+        raise AttributeError(f"module 'streamer' has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), *__all__})

@@ -20,11 +20,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from streamer.drivers.vllm import PAUSE_MODES
-
 PROTOCOL = "0.33.0"
 """The vLLM release whose routes these are."""
 
+PAUSE_MODES = ("keep", "wait", "abort")
 _LINE_LIMIT = 1 << 30
 
 
@@ -235,8 +234,8 @@ class ReferenceServer:
 
     async def pause(self, request: Request) -> dict[str, Any]:
         mode = request.query_params.get("mode", "abort")
-        if mode not in PAUSE_MODES[:-1]:
-            raise Refused(f"mode must be one of {', '.join(PAUSE_MODES[:-1])}, not {mode!r}", 400)
+        if mode not in PAUSE_MODES:
+            raise Refused(f"mode must be one of {', '.join(PAUSE_MODES)}, not {mode!r}", 400)
         self._paused = True
         return {"status": "paused"}
 

@@ -1,0 +1,28 @@
+"""What `streamer` exports, and what can be done before torch is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import streamer
+
+
+@pytest.mark.parametrize("name", streamer.__all__)
+def test_every_name_is_there(name):
+    assert getattr(streamer, name) is not None
+    assert name in dir(streamer)
+
+
+def test_no_other_name_is_there():
+    with pytest.raises(AttributeError, match="module 'streamer' has no attribute 'pull'"):
+        _ = streamer.pull
+
+
+@pytest.mark.parametrize("module", ["streamer", "streamer.cli", "streamer.receiver.server"])
+def test_torch_is_not_waited_for(module):
+    code = f"import sys, {module}; print('torch' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert printed.stdout == "False\n", printed.stderr
