@@ -28,14 +28,15 @@ trainer; and the next sync **of the same session** succeeds, with equal checksum
 
 Written by `python scripts/fault_table.py`; a run that fails a cell writes nothing. {where}
 
-The tests set short deadlines where only a deadline ends a wait: connect 2 s (60 by default),
+The tests set short deadlines where only a deadline ends a wait: connect 4 s (60 by default),
 progress 1.5 s (120), 0.5 s for a server to say why the data plane broke (2), 1 s for each call that
 cleans up (5). What is seen at once does not depend on them.
 
 - `old`: as before the sync, and serving. `new`: the new weights, and serving.
 - `mixture, paused, marked`: not to be served; the next sync repairs it. `old` or `new` with
-  `paused, marked`: the same, though by chance nothing, or everything, had arrived.
-- `new, paused`: complete, but the server has not been resumed; the error says so.
+  `paused, marked`: the same, though by chance nothing, or everything, had arrived, or the server
+  has the new weights and could not be resumed.
+- `new, paused`: the last, where it could not be asked, and so not marked either; the error says so.
 - `dead`: the server or one of its workers was killed; restart it.
 - —: no error, the sync succeeds.
 

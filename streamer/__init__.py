@@ -1,11 +1,13 @@
 """Stream model weights from anywhere into running inference servers.
 
-streamer.push("/models/Qwen3-8B", to="http://localhost:8000")
+Once, or after every step over one connection:
 
-with streamer.connect("http://localhost:8000") as session:
-    for step in range(steps):
-        train()
-        session.push(model)
+    streamer.push("/models/Qwen3-8B", to="http://localhost:8000")
+
+    with streamer.connect("http://localhost:8000") as session:
+        for step in range(steps):
+            train()
+            session.push(model)
 """
 
 from __future__ import annotations

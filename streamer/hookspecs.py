@@ -20,6 +20,7 @@ PROJECT = "streamer"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a function or method as a hook: `streamer_register_sources`, or `streamer_on_event`."""
 
 
 SourceFactory = Callable[..., WeightSource]
@@ -45,7 +46,8 @@ class Register(Protocol):
 
         ``factory(rest, **options)`` is called for ``scheme://rest``, and with the object itself
         for an object that ``accepts(obj)`` claims. ``summary`` is a line for ``streamer sources``.
-        Raises `streamer.PluginError` if the scheme is taken or malformed.
+        Raises `streamer.PluginError` if the scheme is taken or malformed, and for what cannot be
+        called.
         """
 
 

@@ -118,9 +118,11 @@ class Leader:
         if not self._over:
             self._push = 1 + _number(newest_lead(self._ranks))
             self._write({"go": {}})
+            _leading.add(self)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        _leading.discard(self)
         if error is not None:
             self.fail(error)
 
@@ -214,6 +216,14 @@ class Leader:
     def _write(self, message: Message) -> None:
         message = {"push": self._push, "step": self._step, **message}
         self._ranks.write(lead_key(self._push, self._step), message)
+
+
+_leading: set[Leader] = set()
+
+
+def is_leading() -> bool:
+    """Whether this process is rank 0 of a push that is under way."""
+    return bool(_leading)
 
 
 class _Alone(Ranks):

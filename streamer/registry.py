@@ -41,6 +41,16 @@ class SourceEntry:
         """Whether it ships with streamer. A third party's claim to an object wins over these."""
         return self.distribution == PROJECT
 
+    @property
+    def options(self) -> list[str]:
+        """What options its factory declares; none if it does not tell."""
+        try:
+            parameters = inspect.signature(self.factory).parameters.values()
+        except (TypeError, ValueError):
+            return []
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return [item.name for item in list(parameters)[1:] if item.kind in named]
+
 
 @dataclass(frozen=True)
 class BrokenPlugin:
@@ -140,7 +150,8 @@ class Registry:
             inspect.signature(entry.factory).bind(rest, **options)
         except TypeError as error:
             raise UsageError(
-                f"source {entry.scheme} does not take these options: {error}"
+                f"source {entry.scheme} does not take these options: {error}; it takes "
+                f"{', '.join(entry.options) or 'none'}"
             ) from None
         except ValueError:
             pass
@@ -159,6 +170,11 @@ class Registry:
                 f"returned a {type(opened).__name__}, not a WeightSource"
             )
         return opened
+
+    def options_of(self, source: object) -> list[str]:
+        """What options the source takes that `open` would choose. Raises as that does."""
+        entry, _ = self._choose(source, None)
+        return [] if entry is None else entry.options
 
     def _choose(self, source: object, scheme: str | None) -> tuple[SourceEntry | None, object]:
         if scheme is not None:
@@ -218,8 +234,18 @@ class Registry:
             accepts: Callable[[object], bool] | None = None,
             summary: str = "",
         ) -> None:
-            if not _SCHEME.fullmatch(scheme):
-                raise PluginError(f"scheme {scheme!r} must match {_SCHEME.pattern}")
+            if not isinstance(scheme, str) or not _SCHEME.fullmatch(scheme):
+                raise PluginError(f"scheme {scheme!r:.100} must match {_SCHEME.pattern}")
+            if not callable(factory):
+                raise PluginError(
+                    f"the factory of {scheme}:// must be callable, as factory(rest, **options), "
+                    f"not {factory!r:.100}"
+                )
+            if accepts is not None and not callable(accepts):
+                raise PluginError(
+                    f"accepts of {scheme}:// must be callable, as accepts(obj), not "
+                    f"{accepts!r:.100}"
+                )
             taken = fresh.get(scheme) or others.get(scheme)
             if taken:
                 raise PluginError(

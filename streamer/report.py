@@ -46,7 +46,11 @@ class ServerReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a sync did. ``bytes`` are bytes of weights, sent once to all servers together."""
+    """What a sync did.
+
+    ``tensors``, ``bytes`` of weights and ``chunks`` were sent once, to all ``servers`` together;
+    0 if all of them had this ``weight_version`` already.
+    """
 
     tensors: int
     bytes: int

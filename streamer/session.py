@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Unpack
 
 from streamer.aio import at_once, beside
+from streamer.announce import announced
 from streamer.drivers.base import Driver, ServerInfo
 from streamer.drivers.factory import Servers, listed, make_driver
 from streamer.drivers.vllm import check_version
@@ -31,7 +32,7 @@ from streamer.plan import Plan, make_plan
 from streamer.ranks import Leader, several_ranks
 from streamer.registry import default_registry, open_source
 from streamer.report import Report, ServerReport, make_report
-from streamer.source import WeightSource, checked, specs_of
+from streamer.source import WeightSource, checked, close_source, specs_of
 from streamer.timeouts import Clock
 
 log = logging.getLogger("streamer")
@@ -82,11 +83,12 @@ class Session:
         ``force``; the report then counts 0 tensors.
 
         A source with ``ranks`` is pushed by all of them at the same time. Those that do not send
-        contact no server, and return the sender's report. If one fails, all raise.
+        contact no server, and return the sender's report. If one fails in here, all raise. One that
+        fails before, in `connect`, say, or in code of the trainer, is waited for by the others for
+        the connect timeout.
         """
         if self._closed:
             raise UsageError("the session is closed: connect again")
-        check_version(weight_version)
         with self._alone():
             return self._run(source, weight_version, force)
 
@@ -113,7 +115,8 @@ class Session:
         trace = self._options.trace
         opened: WeightSource | None = None
         try:
-            with trace.span("open source"):
+            with announced(source), trace.span("open source"):
+                check_version(weight_version)
                 opened = open_source(source)
             if opened.ranks is not None and not opened.ranks.sends:
                 return self._follow(opened)
@@ -134,7 +137,7 @@ class Session:
         finally:
             self._clock.stop()
             if opened is not None and opened is not source:
-                opened.close()
+                close_source(opened)
 
     async def apush(
         self, source: object, *, weight_version: str | None = None, force: bool = False
@@ -286,13 +289,19 @@ class Session:
 
     def _clean_up(self, error: BaseException, step: Callable[[Driver], None]) -> None:
         """Run ``step`` on every server; what goes wrong becomes a note on ``error``."""
-        for driver, future in [
-            (driver, self._pool.submit(step, driver)) for driver in self._drivers
-        ]:
+        for driver, result in [(driver, self._begin(step, driver)) for driver in self._drivers]:
             try:
-                future.result()
+                result()
             except StreamerError as problem:
                 error.add_note(f"while cleaning up {driver.url}: {problem}")
+
+    def _begin(self, step: Callable[[Driver], None], driver: Driver) -> Callable[[], None]:
+        """Run ``step`` on a thread, and return what waits for it. Runs it in that call where the
+        interpreter exits, in an atexit handler, say, and starts no thread any more."""
+        try:
+            return self._pool.submit(step, driver).result
+        except RuntimeError:
+            return partial(step, driver)
 
     def _each(self, step: Callable[[Driver], Any]) -> list[Any]:
         """Run ``step`` on every server at once; when all are through, raise the first error."""
@@ -393,7 +402,8 @@ def connect(to: Servers | None, **options: Unpack[ConnectOptions]) -> Session:
     A server is a URL, or an engine: an object, or a handle of a Ray actor, see `Engine`.
     Asks each server what it is and has its workers join the broadcast group. Raises `ServerError`
     or `TransportError` if that fails; see `ConnectOptions`. In a trainer of several ranks this is
-    left to the first push, whose source says which rank sends; ``to`` may be None on the others.
+    left to the first push, whose source says which rank sends; ``to`` may be None on the others. A
+    rank that is refused here tells no other: end the trainer, or they wait in their first push.
     """
     session = Session(to, **options)
     try:
@@ -414,5 +424,7 @@ def push(
     **options: Unpack[ConnectOptions],
 ) -> Report:
     """Push ``source`` once: connect, send, disconnect. See `connect` and `Session.push`."""
-    with Session(to, **options) as session:
+    with announced(source):
+        session = Session(to, **options)
+    with session:
         return session.push(source, weight_version=weight_version, force=force)

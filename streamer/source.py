@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from streamer.exceptions import SourceError, SpecMismatch, StreamerError, one_line
 from streamer.ranks import Ranks
+
+log = logging.getLogger("streamer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class DeferredTensor(ABC):
 
 
 Payload = torch.Tensor | DeferredTensor
+"""What a source yields beside a name."""
 
 
 class WeightSource(ABC):
@@ -129,11 +134,49 @@ def specs_of(source: WeightSource) -> list[TensorSpec]:
         ) from error
 
 
+def close_source(source: WeightSource) -> None:
+    """``source.close()``. What it raises is logged: the push is over by then, well or not."""
+    try:
+        source.close()
+    except Exception:
+        log.exception("the source's close() failed")
+
+
+def check_sendable(what: str, tensor: torch.Tensor) -> None:
+    """Raise `SourceError`, starting with ``what``, if the values of ``tensor`` cannot be copied.
+
+    They can where its memory holds them as its dtype, shape and strides say.
+    """
+    plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    if (
+        plain
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+    ):
+        return  # there may be very many
+    # First: a nested tensor cannot even be asked for its shape.
+    if tensor.is_nested:
+        why = "is a nested tensor, of no one shape: yield its parts, from unbind()"
+    elif tensor.layout != torch.strided:
+        why = f"has the layout {tensor.layout}: make it dense, with to_dense()"
+    elif tensor.is_quantized:
+        why = f"is of {tensor.dtype}, whose memory is not its values: dequantize() it"
+    elif tensor.is_meta:
+        why = "is on the meta device, without values: load the model's weights first"
+    elif is_traceable_wrapper_subclass(tensor):
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        why = f"is a {kind}, whose memory is not its values: yield a plain tensor of them"
+    else:
+        return
+    raise SourceError(f"{what} {why}")
+
+
 def checked(source: WeightSource, specs: Sequence[TensorSpec]) -> Generator[Payload, None, None]:
     """Iterate ``source`` and hold every pair against ``specs``.
 
-    Raises `SpecMismatch` naming the first pair that differs. An exception of the source's own
-    that is not one of ours becomes a `SourceError` that names the tensor it was to yield.
+    Raises `SpecMismatch` naming the first pair that differs, and `SourceError` for a tensor that
+    cannot be sent (sparse, say). An exception of the source's own that is not one of ours becomes
+    a `SourceError` that names the tensor it was to yield.
     """
     pairs = _named_errors(source, specs)
     for index, spec in enumerate(specs):
@@ -153,6 +196,7 @@ def checked(source: WeightSource, specs: Sequence[TensorSpec]) -> Generator[Payl
                 f"tensor {index}: specs() says {spec.name}, the iterator gave {name}"
             )
         if isinstance(payload, torch.Tensor):
+            check_sendable(f"tensor {index} ({name})", payload)
             if payload.dtype != spec.dtype or payload.shape != spec.shape:
                 raise SpecMismatch(
                     f"tensor {index}: specs() says {spec}, the iterator gave "

@@ -8,6 +8,7 @@ them opened itself is closed with its result; a `WeightSource` stays its owner's
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,11 +17,11 @@ from functools import partial
 
 import torch
 
-from streamer.exceptions import UsageError
+from streamer.exceptions import StreamerError, UsageError, one_line
 from streamer.payloads import cast_payload, read_tensor
 from streamer.ranks import Ranks
 from streamer.registry import open_source
-from streamer.source import Payload, TensorSpec, WeightSource, checked
+from streamer.source import Payload, TensorSpec, WeightSource, checked, specs_of
 
 CAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """What `cast` casts from and to. Narrower floats mean nothing without their scales."""
@@ -92,7 +93,7 @@ class Transformed(WeightSource):
         """See `WeightSource.catch_up`."""
         if stop is not None:
             made = taken = 0
-            for spec in self._source.specs():
+            for spec in specs_of(self._source):
                 if made >= stop:
                     break
                 made += len(self._rule(spec))
@@ -102,7 +103,7 @@ class Transformed(WeightSource):
 
     def specs(self) -> Sequence[TensorSpec]:
         """See `WeightSource.specs`. Raises `UsageError` if two tensors get one name."""
-        given = self._source.specs()
+        given = specs_of(self._source)
         self._check(given)
         made: dict[str, str] = {}
         specs: list[TensorSpec] = []
@@ -116,7 +117,7 @@ class Transformed(WeightSource):
         return specs
 
     def __iter__(self) -> Iterator[tuple[str, Payload]]:
-        given = self._source.specs()
+        given = specs_of(self._source)
         payloads = checked(self._source, given)
         for spec in given:
             payload = next(payloads)
@@ -139,7 +140,7 @@ def cast(source: object, dtype: torch.dtype | str, *, keep: Iterable[str] = ()) 
     stays deferred. Raises `UsageError` for a dtype that is not of `CAST_DTYPES`.
     """
     target = _dtype(dtype)
-    kept = list(keep)
+    kept = _texts("keep", [keep] if isinstance(keep, str) else keep)
 
     def rule(spec: TensorSpec) -> Sequence[Output]:
         if (
@@ -165,7 +166,8 @@ def rename(
     expression that is replaced by ``replacement`` wherever it is found, as in
     ``rename(source, r"^model\.", "language_model.")``.
 
-    Raises `UsageError` if two names become one, and for a mapping or an expression that fits none.
+    Raises `UsageError` if two names become one, for a mapping or an expression that fits none, and
+    for a function that raises or returns no name.
     """
     change: Callable[[str], str]
     expected: Sequence[str] = ()
@@ -180,13 +182,18 @@ def rename(
 
         def change(name: str) -> str:
             return mapping.get(name, name)
-    else:
+    elif callable(names):
         change = names
+    else:
+        raise UsageError(
+            f"rename: give a mapping, a function or a regular expression, not {names!r:.100}"
+        )
 
     def rule(spec: TensorSpec) -> Sequence[Output]:
-        new = change(spec.name)
+        with _blamed(f"rename: {_called(names)}", spec):
+            new = change(spec.name)
         if not isinstance(new, str) or not new:
-            raise UsageError(f"rename: {spec.name} would be called {new!r}")
+            raise UsageError(f"rename: {spec.name} would be called {new!r:.100}")
         return [Output(replace(spec, name=new))]
 
     def check(specs: Sequence[TensorSpec]) -> None:
@@ -228,20 +235,65 @@ def map_tensors(
     for each tensor that it becomes: none to drop it, several to split it. A function is given the
     tensor (a deferred one is read first, once) and returns one that is as the new spec says, a view
     for example; None in its place changes only the name. The rule is called for the specs and again
-    for the payloads, and must say the same both times.
+    for the payloads, and must say the same both times. Raises `UsageError` if it raises, or returns
+    something else.
     """
+    if not callable(rule):
+        raise UsageError(
+            f"map_tensors: the rule must be a function of a TensorSpec, not {rule!r:.100}"
+        )
+    what = f"map_tensors: {_called(rule)}"
 
     def outputs(spec: TensorSpec) -> Sequence[Output]:
-        edits = rule(spec)
+        with _blamed(what, spec):
+            said: object = rule(spec)
+            # Here also a generator function runs.
+            edits = list(said) if isinstance(said, Iterable) else said
         if edits is None:
             return [Output(spec)]
+        if not isinstance(edits, list):
+            raise UsageError(f"{what} must return None or a list, for {spec}: not {edits!r:.100}")
         once = _Once(spec)
-        return [
-            Output(new) if function is None else Output(new, partial(once.apply, function))
-            for new, function in edits
-        ]
+        made: list[Output] = []
+        for edit in edits:
+            if not _is_edit(edit):
+                raise UsageError(
+                    f"{what} must return pairs of a streamer.TensorSpec and a function or None, "
+                    f"for {spec}: not {edit!r:.100}"
+                )
+            new, function = edit
+            make = () if function is None else (partial(once.apply, function),)
+            made.append(Output(new, *make))
+        return made
 
     return Transformed(source, outputs, lasting=False)
+
+
+def _is_edit(edit: object) -> bool:
+    return (
+        isinstance(edit, tuple | list)
+        and len(edit) == 2
+        and isinstance(edit[0], TensorSpec)
+        and (edit[1] is None or callable(edit[1]))
+    )
+
+
+def _called(function: object) -> str:
+    """What a user calls a function of his own."""
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+@contextlib.contextmanager
+def _blamed(what: str, spec: TensorSpec) -> Iterator[None]:
+    """What the user's code in the block raises is told as its failure at a tensor."""
+    try:
+        yield
+    except StreamerError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"{what} failed at {spec}: {type(error).__name__}: {one_line(error)}"
+        ) from error
 
 
 class _Once:
@@ -260,12 +312,21 @@ class _Once:
 
 
 def _chosen(source: object, what: str, globs: Sequence[str], wanted: bool) -> WeightSource:
-    match = re.compile("|".join(map(fnmatch.translate, globs)) or r"(?!)").match
+    match = re.compile("|".join(map(fnmatch.translate, _texts(what, globs))) or r"(?!)").match
 
     def rule(spec: TensorSpec) -> Sequence[Output]:
         return [Output(spec)] if (match(spec.name) is not None) is wanted else []
 
     return Transformed(source, rule, partial(_check_globs, what, globs))
+
+
+def _texts(what: str, globs: Iterable[object]) -> list[str]:
+    texts: list[str] = []
+    for glob in globs:
+        if not isinstance(glob, str):
+            raise UsageError(f"{what}: a glob is a text, not {glob!r:.100}")
+        texts.append(glob)
+    return texts
 
 
 def _check_globs(what: str, globs: Sequence[str], specs: Sequence[TensorSpec]) -> None:
@@ -289,7 +350,7 @@ def _substitution(
     try:
         pattern = re.compile(names)
         pattern.sub(replacement, "")
-    except (re.error, IndexError) as error:
+    except (re.error, IndexError, TypeError) as error:
         raise UsageError(f"rename: {names!r} to {replacement!r}: {error}") from None
     return pattern, lambda name: pattern.sub(replacement, name)
 

@@ -211,6 +211,19 @@ def test_plugins_are_loaded_once_a_process(fresh, install):
             "    register('opt', Source, sumary='')",
             "sumary",
         ),
+        (
+            "@hookimpl\ndef streamer_register_sources(register): register('opt', None)",
+            "the factory of opt:// must be callable, as factory(rest, **options), not None",
+        ),
+        (
+            "@hookimpl\ndef streamer_register_sources(register):\n"
+            "    register('opt', Source, accepts='Model')",
+            "accepts of opt:// must be callable, as accepts(obj), not 'Model'",
+        ),
+        (
+            "@hookimpl\ndef streamer_register_sources(register): register(None, Source)",
+            "scheme None must match",
+        ),
     ],
     ids=[
         "not-installed",
@@ -224,6 +237,9 @@ def test_plugins_are_loaded_once_a_process(fresh, install):
         "built-in-scheme",
         "own-scheme-twice",
         "unknown-option",
+        "no-factory",
+        "no-claim",
+        "no-scheme",
     ],
 )
 def test_a_broken_plugin_is_set_aside_and_named(install, load, tmp_path, code, named):
@@ -502,6 +518,20 @@ def test_options_a_source_does_not_take_are_refused():
         found.open("strict://x", cats="bf16")
     assert "source strict does not take these options" in str(caught.value)
     assert "cats" in str(caught.value)
+    assert str(caught.value).endswith("; it takes cast")
+
+
+def test_what_options_a_source_takes():
+    def many(rest, first, *rests, second=1, **others):
+        raise AssertionError
+
+    found = Registry()
+    found.add(plugin_of("plain"))
+    found.add(plugin_of("many", many))
+    found.add(plugin_of("mute", dict))
+    assert found.options_of("many://x") == ["first", "second"]
+    assert found.options_of("mute://x") == []
+    assert found.options_of(Plain("open")) == []
 
 
 def test_the_options_of_a_source_of_ours_are_not_swallowed():

@@ -30,7 +30,7 @@ class Numbers(WeightSource):
         yield "n", torch.arange(float(self.rest))
 
 
-def cell(*schemes: str, factory: Callable[..., Any] = Numbers) -> object:
+def cell(*schemes: str, factory: Callable[..., Any] | None = Numbers) -> object:
     """What a notebook's cell defines each time that it is run: always a new class."""
 
     class Notebook:
@@ -112,9 +112,10 @@ def test_without_replace_the_first_stays_and_the_remedy_is_told(own: Registry) -
         (cell("numbers", "safetensors"), "scheme safetensors:// is taken by plugin safetensors"),
         (cell("numbers", "numbers"), r"scheme numbers:// is taken by plugin Notebook \(in-process"),
         (cell("NUMBERS"), "scheme 'NUMBERS' must match"),
+        (cell("numbers", factory=None), "the factory of numbers:// must be callable"),
         (object(), "it implements no hook"),
     ],
-    ids=["taken", "twice", "malformed", "no-hook"],
+    ids=["taken", "twice", "malformed", "no-factory", "no-hook"],
 )
 def test_a_broken_replacement_changes_nothing(own: Registry, again: object, message: str) -> None:
     first = cell("numbers")

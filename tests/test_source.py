@@ -137,6 +137,68 @@ def test_a_foreign_exception_becomes_a_source_error(make_source, index, where):
     assert not isinstance(caught.value, SpecMismatch)
 
 
+class TwoTensors(torch.Tensor):
+    """A wrapper without memory of its own, as DTensor and torchao's are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(f"made to fail: {function}")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: A.to_sparse(), "has the layout torch.sparse_coo: make it dense, with to_dense()"),
+        (
+            lambda: A.to_sparse_csr(),
+            "has the layout torch.sparse_csr: make it dense, with to_dense()",
+        ),
+        (
+            lambda: torch.quantize_per_tensor(A, 0.1, 0, torch.qint8),
+            "is of torch.qint8, whose memory is not its values: dequantize() it",
+        ),
+        (
+            lambda: A.to("meta"),
+            "is on the meta device, without values: load the model's weights first",
+        ),
+        (
+            lambda: torch.nested.nested_tensor([A, A]),
+            "is a nested tensor, of no one shape: yield its parts, from unbind()",
+        ),
+        (
+            lambda: torch.nested.nested_tensor([A, A], layout=torch.jagged),
+            "is a nested tensor, of no one shape: yield its parts, from unbind()",
+        ),
+        (
+            lambda: TwoTensors(A),
+            f"is a {__name__}.TwoTensors, whose memory is not its values: yield a plain tensor of "
+            "them",
+        ),
+    ],
+    ids=["sparse", "csr", "quantized", "meta", "nested", "jagged", "wrapper"],
+)
+def test_a_tensor_whose_memory_is_not_its_values_is_named(make_source, make, message):
+    made = make()
+    with pytest.raises(SourceError) as caught:
+        list(checked(make_source([("a", A), ("b", made)], SPECS), SPECS))
+    assert str(caught.value) == f"tensor 1 (b) {message}"
+
+
 def test_an_iterator_that_cannot_be_made_is_a_source_error():
     class Broken(WeightSource):
         def specs(self):

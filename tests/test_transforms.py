@@ -173,6 +173,10 @@ def test_three_ways_to_rename(make_source: Any, deferred: Any) -> None:
     assert b.parts == []
 
 
+def broken(_: Any) -> Any:
+    raise KeyError("no such layer")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -185,7 +189,19 @@ def test_three_ways_to_rename(make_source: Any, deferred: Any) -> None:
         (("a", r"\g<q>"), r"rename: 'a' to '\\g<q>': unknown group name 'q'"),
         (("model",), "rename: a regular expression needs a replacement"),
         ((str.upper, "x"), "rename: a replacement goes with a regular expression only"),
+        (("a", 5), "rename: 'a' to 5: decoding to str: need a bytes-like object, int found"),
+        (
+            (re.compile(b"a"), "b"),
+            "rename: re.compile(b'a') to 'b': cannot use a bytes pattern on a string-like object",
+        ),
         ((lambda name: None,), "rename: model.a would be called None"),
+        ((lambda name: 5,), "rename: model.a would be called 5"),
+        (
+            (broken,),
+            "rename: broken failed at model.a float32[1]: KeyError: 'no such layer'",
+        ),
+        (({"model.a": 5},), "rename: model.a would be called 5"),
+        ((7,), "rename: give a mapping, a function or a regular expression, not 7"),
         ((".*", ""), "rename: model.a would be called ''"),
     ],
 )
@@ -230,6 +246,24 @@ def test_a_glob_that_matches_nothing_is_named(make_source: Any, what: str) -> No
     assert str(caught.value) == message
     with pytest.raises(UsageError, match="select: give at least one glob"):
         streamer.select(make_source({"a": torch.ones(1)}))
+
+
+@pytest.mark.parametrize("what", ["select", "exclude", "keep"])
+def test_a_glob_that_is_no_text_is_named(make_source: Any, what: str) -> None:
+    source = make_source({"a": torch.ones(1)})
+    change: Any = {
+        "select": lambda: streamer.select(source, "a", 5),  # type: ignore[arg-type]
+        "exclude": lambda: streamer.exclude(source, "a", 5),  # type: ignore[arg-type]
+        "keep": lambda: streamer.cast(source, "bfloat16", keep=[5]),  # type: ignore[list-item]
+    }[what]
+    with pytest.raises(UsageError) as caught:
+        change()
+    assert str(caught.value) == f"{what}: a glob is a text, not 5"
+
+
+def test_one_glob_to_keep_may_be_a_text(make_source: Any) -> None:
+    source = streamer.cast(make_source({"abc": torch.ones(1)}), "bfloat16", keep="ab*")
+    assert source.specs()[0].dtype == F32
 
 
 # Map
@@ -288,6 +322,58 @@ def test_a_map_that_does_not_keep_its_word_is_told(make_source: Any) -> None:
     )
     with pytest.raises(SpecMismatch, match=r"specs\(\) says b float32\[3\].* b float16\[3\]"):
         collect(source)
+
+
+def nonsense(value: Any) -> Any:
+    """A rule that returns ``value``."""
+
+    def rule(spec: TensorSpec) -> Any:
+        return value
+
+    return rule
+
+
+A = TensorSpec("a", torch.float32, (2,))
+PAIRS = "must return pairs of a streamer.TensorSpec and a function or None, for a float32[2]: not"
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (broken, "broken failed at a float32[2]: KeyError: 'no such layer'"),
+        (nonsense(5), "RULE must return None or a list, for a float32[2]: not 5"),
+        (nonsense(["b"]), f"RULE {PAIRS} 'b'"),
+        (nonsense("b"), f"RULE {PAIRS} 'b'"),
+        (nonsense([("b", None)]), f"RULE {PAIRS} ('b', None)"),
+        (nonsense([(A, "half")]), f"RULE {PAIRS} ({A!r}, 'half')"),
+        (nonsense([(A,)]), f"RULE {PAIRS} ({A!r},)"),
+        (nonsense({A: None}), f"RULE {PAIRS} {A!r}"),
+        (None, "the rule must be a function of a TensorSpec, not None"),
+    ],
+)
+def test_a_rule_of_nonsense_is_told_with_the_tensor(
+    make_source: Any, rule: Any, message: str
+) -> None:
+    """At once: before anything is pushed."""
+    with pytest.raises(UsageError) as caught:
+        streamer.map_tensors(make_source({"a": torch.ones(2)}), rule)
+    message = message.replace("RULE", "nonsense.<locals>.rule")
+    assert str(caught.value) == f"map_tensors: {message}"
+
+
+def test_a_rule_may_be_a_generator(make_source: Any) -> None:
+    def rule(spec: TensorSpec) -> Any:
+        yield replace(spec, name="b"), None
+
+    source = streamer.map_tensors(make_source({"a": torch.ones(2)}), rule)
+    assert [name for name, _ in source] == ["b"]
+
+
+def test_specs_that_fail_are_told_by_transforms_too(make_source: Any) -> None:
+    source = make_source({"a": torch.ones(2)})
+    source.specs = lambda: broken(None)
+    with pytest.raises(SourceError, match=r"specs\(\) failed: KeyError: 'no such layer'"):
+        streamer.cast(source, "bfloat16")
 
 
 # All of them

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from streamer.exceptions import SourceError, UsageError
-from streamer.source import TensorSpec, WeightSource
+from streamer.source import TensorSpec, WeightSource, check_sendable
 from streamer_module.structure import is_a, is_sharded_tensor
 
 TIED = ("all", "first")
@@ -104,31 +104,19 @@ def check_names(names: Iterable[tuple[str, str]]) -> None:
 
 def check_tensor(name: str, tensor: object) -> None:
     """Raise `SourceError` unless ``tensor`` is plain memory that holds the values themselves."""
-    if (
-        isinstance(tensor, torch.Tensor)
-        and type(tensor) in _PLAIN
-        and tensor.layout == torch.strided
-        and not tensor.is_quantized
-        and not tensor.is_meta
-    ):
-        return
     kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
     if not isinstance(tensor, torch.Tensor):
         raise SourceError(f"{name} is a {kind}, not a tensor")
+    if type(tensor) in _PLAIN:
+        check_sendable(name, tensor)
+        return
     if is_sharded_tensor(tensor):
         raise SourceError(
             f"{name} is sharded over ranks ({kind}): the source fsdp gathers it (scheme='fsdp')"
         )
     if is_a(tensor, "UninitializedTensorMixin", "torch.nn"):
         raise SourceError(f"{name} has no shape yet: call the module once, then push it")
-    if type(tensor) not in _PLAIN or tensor.is_quantized:
-        raise SourceError(
-            f"{name} is a {kind} of {tensor.dtype}, whose memory is not its values: dequantize it, "
-            "or push a state dict of plain tensors under the checkpoint's names"
-        )
-    if tensor.layout != torch.strided:
-        raise SourceError(f"{name} has the layout {tensor.layout}: make it dense, with to_dense()")
-    if tensor.is_meta:
-        raise SourceError(
-            f"{name} is on the meta device, without values: load the model's weights first"
-        )
+    raise SourceError(
+        f"{name} is a {kind} of {tensor.dtype}, whose memory is not its values: dequantize it, "
+        "or push a state dict of plain tensors under the checkpoint's names"
+    )

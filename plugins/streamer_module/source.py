@@ -13,6 +13,7 @@ from streamer.exceptions import SourceError, UsageError
 from streamer.source import TensorSpec, WeightSource
 from streamer_module.named import Named, NamedTensors, check_names, check_tensor
 from streamer_module.structure import (
+    is_a,
     is_adapted,
     is_sharded,
     is_sharded_tensor,
@@ -90,6 +91,10 @@ class ModuleSource(NamedTensors):
         if is_sharded(module):
             raise SourceError(
                 "it is sharded over ranks: the source fsdp gathers it (scheme='fsdp')"
+            )
+        if any(is_a(part, "ScriptModule", "torch.jit") for part in module.modules()):
+            raise SourceError(
+                "it is made by TorchScript, which hides its tensors: push its state_dict()"
             )
         self._module = module
         self._wrappers = wrappers

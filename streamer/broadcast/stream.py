@@ -21,7 +21,7 @@ from streamer.broadcast.ring import Ring
 from streamer.broadcast.staging import Stage, as_bytes
 from streamer.exceptions import DeadlineExceeded, SourceError, StreamerError, one_line
 from streamer.plan import Call, Chunk, Plan
-from streamer.source import Payload, WeightSource
+from streamer.source import Payload, TensorSpec, WeightSource
 from streamer.trace import Trace
 from streamer.transport.base import Transport
 
@@ -118,30 +118,41 @@ class ChunkStream:
         if buffer is None:
             return None
         staged = _Staged(chunk, Fill(buffer))
-        together: list[tuple[torch.Tensor, int]] = []
+        together: list[tuple[TensorSpec, torch.Tensor, int]] = []
         with self._trace.span("stage", bytes=chunk.nbytes):
             for spec, offset in zip(chunk.specs, chunk.offsets, strict=True):
                 payload = next(first)
                 if self._lasting and self._stage.is_small(payload):
                     assert isinstance(payload, torch.Tensor)
-                    together.append((payload, offset))
+                    together.append((spec, payload, offset))
                     continue
-                try:
-                    self._stage.add(staged.fill, payload, offset, spec.nbytes, self._guard)
-                except StreamerError:
-                    raise
-                except Exception as error:
-                    raise SourceError(
-                        f"tensor {spec.name} cannot be copied: {type(error).__name__}: "
-                        f"{str(error).partition(chr(10))[0]}"
-                    ) from error
+                self._add(staged.fill, spec, payload, offset)
                 del payload  # borrowed until now: the next one may need the memory
-            self._stage.add_all(staged.fill, together)
+            self._add_all(staged.fill, together)
             self._reading.append(staged.fill)
             self._stage.submit(staged.fill, self._guard)
             while self._reading and self._reading[0].wait(0):
                 self._reading.popleft()
         return staged if self._hand_over(staged) else None
+
+    def _add(self, fill: Fill, spec: TensorSpec, payload: Payload, offset: int) -> None:
+        try:
+            self._stage.add(fill, payload, offset, spec.nbytes, self._guard)
+        except StreamerError:
+            raise
+        except Exception as error:
+            raise SourceError(
+                f"tensor {spec.name} cannot be copied: {type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0]}"
+            ) from error
+
+    def _add_all(self, fill: Fill, found: list[tuple[TensorSpec, torch.Tensor, int]]) -> None:
+        try:
+            self._stage.add_all(fill, [(tensor, offset) for _, tensor, offset in found])
+        except Exception:
+            # It does not say at which one: one by one, the culprit is named.
+            for spec, tensor, offset in found:
+                self._add(fill, spec, tensor, offset)
 
     def _lend(self, chunk: Chunk, tensor: torch.Tensor) -> _Staged | None:
         """Broadcast a borrowed device tensor where it is: wait until that is on the stream."""
@@ -267,12 +278,24 @@ class ChunkStream:
 
         That is seen after at most twice the timeout.
         """
-        seen = self._progress_of()
+        seen = self._ask_progress()
         while not wait(self._progress):
-            before, seen = seen, self._progress_of()
+            before, seen = seen, self._ask_progress()
             if seen == before:
                 return False
         return True
+
+    def _ask_progress(self) -> int:
+        try:
+            return self._progress_of()
+        except Exception as error:
+            # The source's failure, not the transport's: workers may be inside a broadcast.
+            self.fail(
+                SourceError(
+                    f"the source's progress() failed: {type(error).__name__}: {one_line(error)}"
+                )
+            )
+            return 0
 
     def _filler(self, chunk: Chunk) -> _Staged:
         """A chunk of whatever the memory holds."""

@@ -25,11 +25,11 @@ class Group(TyperGroup):
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **__: Any) -> NoReturn:
         """Run ``args`` (by default those of the process) and exit."""
-        args = sys.argv[1:] if args is None else args
+        args = _debug_first(sys.argv[1:] if args is None else args)
         context = None
         code = 0
         try:
-            with self.make_context("streamer", list(args)) as context:
+            with self.make_context("streamer", args) as context:
                 self.invoke(context)
                 # What cannot be written must fail here, not while the interpreter shuts down.
                 if sys.stdout is not None:
@@ -42,6 +42,13 @@ class Group(TyperGroup):
         except Exception as error:
             code = _report(error, debug=context is not None and bool(context.params["debug"]))
         sys.exit(code)
+
+
+def _debug_first(args: Sequence[str]) -> list[str]:
+    """``--debug`` belongs before the command, and is added behind it when something fails."""
+    end = args.index("--") if "--" in args else len(args)
+    rest = [arg for arg in args[:end] if arg != "--debug"]
+    return ["--debug"] * (len(rest) < end) + rest + list(args[end:])
 
 
 def _report(error: Exception, debug: bool) -> int:

@@ -13,8 +13,8 @@ import typer
 from streamer.broadcast.broadcaster import DEFAULT_NUM_BUFFERS
 from streamer.exceptions import UsageError
 from streamer.plan import DEFAULT_BUFFER_SIZE, MIB
-from streamer.registry import open_source
-from streamer.source import WeightSource
+from streamer.registry import default_registry, open_source
+from streamer.source import WeightSource, close_source
 from streamer.timeouts import Timeouts
 
 BUFFER_SIZE = f"{DEFAULT_BUFFER_SIZE // MIB}MiB"
@@ -295,8 +295,10 @@ def opened(
     from streamer import transforms
 
     renames = [_parse_rename(option) for option in rename or ()]
-    with contextlib.closing(open_source(source, **_parse_options(options or ()))) as weights:
-        changed = weights
+    parsed = _parse_options(options or (), source)
+    with contextlib.ExitStack() as stack:
+        changed = open_source(source, **parsed)
+        stack.callback(close_source, changed)
         if select:
             changed = transforms.select(changed, *select)
         if exclude:
@@ -316,13 +318,15 @@ def _parse_rename(option: str) -> tuple[str, str]:
     return old, new
 
 
-def _parse_options(options: Sequence[str]) -> dict[str, str]:
+def _parse_options(options: Sequence[str], source: str) -> dict[str, str]:
     parsed: dict[str, str] = {}
     for option in options:
         key, equals, value = option.partition("=")
         # `source` is the parameter of open_source itself.
         if not equals or not key.isidentifier() or key == "source":
-            raise UsageError(f"--option: {option!r} is not KEY=VALUE, as in revision=main")
+            known = default_registry().options_of(source)
+            hint = f": this source takes {', '.join(known)}" if known else ""
+            raise UsageError(f"--option: {option!r} is not KEY=VALUE{hint}")
         if key in parsed:
             raise UsageError(f"--option: {key} is given twice")
         parsed[key] = value

@@ -8,7 +8,7 @@ from typing import Any
 from streamer.doctor.finding import Finding, fail, ok, warn
 from streamer.drivers.http import HttpClient
 from streamer.drivers.vllm import INCOMPLETE
-from streamer.drivers.vllm_info import OLDEST, SERVER_INFO, Setup, version_numbers
+from streamer.drivers.vllm_info import CONFIGURE_SO, OLDEST, SERVER_INFO, Setup, version_numbers
 from streamer.exceptions import DeadlineExceeded, ServerRefused, ServerUnreachable, StreamerError
 from streamer.options import Options
 
@@ -24,7 +24,7 @@ _POSTS = (
 )
 _GETS = ("/get_world_size", SERVER_INFO, "/weight_info", "/is_paused")
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1"
-_CONFIG = 'start the server with --weight-transfer-config \'{"backend": "nccl"}\''
+_CONFIG = f"start the server with {CONFIGURE_SO}"
 _KEY = "give its key with --api-key or STREAMER_API_KEY, or its header with --header"
 
 Answer = dict[str, Any] | StreamerError
@@ -193,10 +193,10 @@ class Server:
         if several and self.setup.backend == "nccl":
             return warn(
                 "complete",
-                f"marked {mark}: it holds a mixture, and its workers may be out of step",
+                f"marked {mark}: it may hold a mixture, and its workers may be out of step",
                 "restart it if the next push fails",
             )
-        return warn("complete", f"marked {mark}: it holds a mixture of weights", "push again")
+        return warn("complete", f"marked {mark}: it may hold a mixture", "push again")
 
     def settings(self) -> Finding:
         """Versions and settings that decide over NCCL."""

@@ -51,6 +51,7 @@ class EngineClient:
             "/is_paused": self._is_paused,
             "/resume": self._resume,
             "/reset_prefix_cache": self._reset_prefix_cache,
+            "/health": lambda timeout: {},
         }
 
     def get(self, path: str, timeout: float) -> dict[str, Any]:

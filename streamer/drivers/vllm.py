@@ -30,7 +30,8 @@ from streamer.timeouts import Clock
 from streamer.verify import DIGEST, Sent
 
 INCOMPLETE = "streamer-incomplete:"
-"""A server whose weight version starts so holds, or may hold, a mixture of weights."""
+"""A server whose weight version starts so holds, or may hold, a mixture of weights, or was left
+paused by a sync that could not resume it."""
 _HELD = "held-by-user:"
 """Follows in the mark of a server that its user had paused: a repair must not resume it."""
 
@@ -293,12 +294,13 @@ class VllmDriver:
         self._must_resume = False
 
     def abandon(self) -> str:
-        if self._finished:
-            resume = ", but may still be paused: POST /resume to it" if self._must_resume else ""
-            return f"holds the new weights{resume}"
+        if self._finished and not self._must_resume:
+            return "holds the new weights"
         if self._is_taken():
             self._must_resume = False
             return "was taken over by another trainer meanwhile, or restarted, and is left alone"
+        if self._finished:
+            return self._mark_if_paused()
         self._version = self._mark
         if not self._began:
             return (
@@ -312,12 +314,40 @@ class VllmDriver:
             return f"holds a mixture of weights and does not answer ({error}): restart it"
         if self._has_finished():
             return self.abandon()
+        if self._is_dead():
+            return "holds a mixture of weights and has lost a worker (/health: 503): restart it"
         if self.info.backend == "nccl" and self.info.world_size > 1:
             return (
                 "holds a mixture of old and new weights, and its workers may be out of step: "
                 "restart it (the streamer backend survives this)"
             )
         return f"holds a mixture of old and new weights, {self._left}"
+
+    def _mark_if_paused(self) -> str:
+        """What a server holds that has the new weights, and may not have been resumed.
+
+        It is marked if it is paused: another trainer would take it for one that its user has
+        paused, and leave it so.
+        """
+        try:
+            if self._http.get("/is_paused", _CLEAN_UP_SECONDS).get("is_paused") is not True:
+                self._must_resume = False
+                return "holds the new weights, and answers with them"
+            self._clean_up("/update_weight_version", {"new_version": self._mark})
+        except StreamerError:
+            return "holds the new weights, but may still be paused: POST /resume to it"
+        self._version = self._mark
+        return f"holds the new weights, but {self._left}"
+
+    def _is_dead(self) -> bool:
+        """Whether the server says that its engine, or one of its workers, has died."""
+        try:
+            self._http.get("/health", _CLEAN_UP_SECONDS)
+        except ServerRefused as error:
+            return error.status == 503
+        except StreamerError:
+            pass  # vLLM's answer is empty where all is well, which is no JSON object
+        return False
 
     def _has_finished(self) -> bool:
         """Whether a finish that was not answered has been done all the same."""

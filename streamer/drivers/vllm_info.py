@@ -12,9 +12,11 @@ from streamer.exceptions import IncompatibleServer
 from streamer.gpus import visible_gpus
 
 OLDEST = (0, 30)
-START_SO = (
-    'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "nccl"}\''
+CONFIGURE_SO = (
+    '--weight-transfer-config \'{"backend": "nccl"}\' (a server on CPUs: install streamer beside '
+    'it, and \'{"backend": "streamer"}\')'
 )
+START_SO = f"start it with VLLM_SERVER_DEV_MODE=1 and {CONFIGURE_SO}"
 SERVER_INFO = "/server_info?config_format=json"
 
 

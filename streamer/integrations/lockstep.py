@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 
 from streamer.ranks import Ranks
-from streamer.source import TensorSpec, WeightSource
+from streamer.source import TensorSpec, WeightSource, check_sendable
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
 
@@ -41,10 +41,11 @@ class Lockstep(WeightSource):
     def specs(self) -> Sequence[TensorSpec]:
         """See `WeightSource.specs`."""
         if self._specs is None:
-            self._specs = [
-                TensorSpec(name, tensor.dtype, tuple(tensor.shape))
-                for name, tensor in self._pairs()
-            ]
+            found = []
+            for name, tensor in self._pairs():
+                check_sendable(name, tensor)
+                found.append(TensorSpec(name, tensor.dtype, tuple(tensor.shape)))
+            self._specs = found
         return self._specs
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

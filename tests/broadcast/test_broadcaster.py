@@ -26,6 +26,7 @@ from streamer import (
     make_plan,
 )
 from streamer.broadcast.broadcaster import Broadcaster
+from streamer.broadcast.staging import Stage
 from streamer.receiver.loop import parse_update, receive
 from streamer.source import checked
 from streamer.testing.loopback import LoopbackGroup
@@ -313,6 +314,36 @@ def test_a_lasting_source_is_copied_many_tensors_at_once(rig, expect, random_ten
     one = rig(packed=packed, buffer_size=300, workers=2)
     one.sync(Lasting())
     expect(one, tensors)
+
+
+@pytest.mark.parametrize("worse", [False, True], ids=["copied one by one", "culprit"])
+def test_a_copy_of_many_tensors_that_fails(rig, expect, make_source, monkeypatch, worse):
+    """It does not say at which tensor."""
+    source = make_source({f"t{i}": torch.full((3,), float(i)) for i in range(6)})
+    source.lasting = True
+
+    def fail(*args):
+        raise RuntimeError("CUDA error: made to fail\nmore")
+
+    plain = Stage.add
+
+    def add(self, fill, payload, *args):
+        if worse and payload is source.pairs[2][1]:
+            fail()
+        plain(self, fill, payload, *args)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", fail)
+    monkeypatch.setattr(Stage, "add", add)
+    one = rig(buffer_size=1000)
+    if worse:
+        with pytest.raises(SourceError) as caught:
+            one.sync(source)
+        assert str(caught.value) == (
+            "tensor t2 cannot be copied: RuntimeError: CUDA error: made to fail"
+        )
+    else:
+        one.sync(source)
+        expect(one, dict(source.pairs))
 
 
 def test_a_lasting_source_is_taken_at_its_word(rig):
@@ -787,6 +818,21 @@ def test_a_source_that_stands_still_is_not_waited_for(rig, deferred, where):
     one = rig(buffer_size=19, progress=0.3, threads=1)
     with pytest.raises((DeadlineExceeded, SourceError), match=r"0\.3 s"):
         one.sync(Slow(deferred, 0, where))
+
+
+@pytest.mark.parametrize("where", ["iterating", "reading"])
+def test_a_source_whose_progress_fails_has_failed(rig, make_source, deferred, where):
+    """The stream is completed, and the next sync goes over the same group."""
+
+    class Failing(Slow):
+        def progress(self):
+            raise ValueError("made to\nfail")
+
+    one = rig(buffer_size=19, progress=5, threads=1)
+    with pytest.raises(SourceError) as caught:
+        one.sync(Failing(deferred, 0, where))
+    assert str(caught.value) == "the source's progress() failed: ValueError: made to fail"
+    one.sync(make_source({"a": torch.ones(2)}))
 
 
 def test_closing_while_a_sync_is_stuck_leaves_no_thread(rig, make_source, eventually):

@@ -104,13 +104,26 @@ def test_an_unforeseen_error_is_one_line_with_its_type(
     )
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--debug", "plan", "faulty://x"),
+        ("plan", "--debug", "faulty://x"),
+        ("plan", "faulty://x", "--debug"),
+    ],
+)
 def test_debug_shows_the_traceback_and_the_notes(
-    invoke: Callable[..., Any], registry: Registry
+    invoke: Callable[..., Any], registry: Registry, arguments: tuple[str, ...]
 ) -> None:
+    """Before the command or behind it."""
     registry.add(Faulty())
-    ended = invoke("--debug", "plan", "faulty://x")
+    ended = invoke(*arguments)
     assert ended.code == 1
     assert ended.stdout == ""
     assert ended.stderr.startswith("Traceback (most recent call last):")
     assert "\na note\n" in ended.stderr
     assert ended.stderr.endswith("faulty://: ValueError: two lines \\x1b[31m\n")
+
+
+def test_debug_behind_two_dashes_is_an_argument(invoke: Callable[..., Any]) -> None:
+    assert "no such file or folder: --debug" in invoke("plan", "--", "--debug").error

@@ -170,3 +170,18 @@ def test_errors(
     ended = invoke("plan", *arguments)
     assert ended.code == code
     assert says in ended.error
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("revision", "--option: 'revision' is not KEY=VALUE: this source takes base, tied"),
+        ("bas=x", "got an unexpected keyword argument 'bas'; it takes base, tied"),
+    ],
+)
+def test_a_wrong_option_is_told_with_those_of_the_source(
+    invoke: Callable[..., Any], option: str, says: str
+) -> None:
+    ended = invoke("plan", "peft://adapter", "--option", option)
+    assert ended.code == 2
+    assert says in ended.error

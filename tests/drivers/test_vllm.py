@@ -549,6 +549,17 @@ def test_abandon_closes_the_update_and_leaves_the_server_paused_and_marked(drive
     assert one.is_ours()
 
 
+@pytest.mark.parametrize(("status", "remedy"), [(503, "restart it"), (404, "push again")])
+def test_abandon_a_server_that_has_lost_a_worker(driver, vllm, status, remedy):
+    one = driver()
+    one.begin("v2")
+    vllm.fail("/update_weights", 500, "no")
+    with pytest.raises(ServerRefused):
+        one.update(call_of())
+    vllm.fake.routes["GET /health"] = vllm.reply("", status)
+    assert one.abandon().endswith(f": {remedy}")
+
+
 def test_abandon_where_the_server_has_closed_the_update_itself(driver, vllm):
     one = driver()
     one.begin("v2")
@@ -587,17 +598,81 @@ def test_abandon_a_server_that_does_not_answer(driver, vllm, how):
     assert said.endswith("): restart it")
 
 
-def test_abandon_after_the_finish(driver, vllm):
+LEFT = "holds the new weights, but is marked incomplete and left paused: push again"
+
+
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/resume"])
+def test_abandon_after_the_finish(driver, vllm, path):
+    """The mark tells the next trainer that it was a sync, and not the user, that has paused it."""
+    one = driver()
+    one.begin("v2")
+    one.update(call_of())
+    vllm.fail(path, 500, "no")
+    with pytest.raises(ServerRefused, match=f"{path}: 500 no"):
+        one.commit("v2")
+    assert one.abandon() == LEFT
+    assert vllm.serves == (MARK, True, False)
+    assert one.is_ours()
+    other = driver()
+    other.begin("v3")
+    other.update(call_of())
+    other.commit("v3")
+    assert vllm.serves == ("v3", False, False)
+
+
+def test_abandon_after_a_resume_that_was_done(driver, vllm):
+    """Only its answer was lost."""
+    one = driver()
+    one.begin("v2")
+    one.update(call_of())
+    vllm.fail("/resume", 500, "no")
+    with pytest.raises(ServerRefused):
+        one.commit("v2")
+    vllm.paused = False
+    assert one.abandon() == "holds the new weights, and answers with them"
+    assert vllm.serves == ("v2", False, False)
+
+
+@pytest.mark.parametrize("path", ["/is_paused", "/update_weight_version"])
+def test_abandon_after_the_finish_where_it_cannot_be_marked(driver, vllm, path):
+    one = driver()
+    one.begin("v2")
+    one.update(call_of())
+    vllm.fail("/resume", 500, "no")
+    with pytest.raises(ServerRefused):
+        one.commit("v2")
+    vllm.fail(path, 500, "no")
+    assert one.abandon() == "holds the new weights, but may still be paused: POST /resume to it"
+    assert vllm.serves == ("v2", True, False)
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["ours", "its user's"])
+def test_a_failed_reset_does_not_resume_what_its_user_had_paused(driver, vllm, held):
+    vllm.paused = held
     one = driver()
     one.begin("v2")
     one.update(call_of())
     vllm.fail("/reset_prefix_cache", 500, "no")
-    with pytest.raises(ServerRefused, match="/reset_prefix_cache: 500 no"):
+    with pytest.raises(ServerRefused):
         one.commit("v2")
-    said = one.abandon()
-    assert said == "holds the new weights, but may still be paused: POST /resume to it"
-    assert vllm.weight_version == "v2"
-    assert one.is_ours()
+    assert one.abandon() == ("holds the new weights" if held else LEFT)
+    other = driver()
+    other.begin("v3")
+    other.update(call_of())
+    other.commit("v3")
+    assert vllm.serves == ("v3", held, False)
+
+
+def test_what_another_trainer_has_taken_after_the_finish_is_not_marked(driver, vllm):
+    one = driver()
+    one.begin("v2")
+    one.update(call_of())
+    vllm.fail("/resume", 500, "no")
+    with pytest.raises(ServerRefused):
+        one.commit("v2")
+    vllm.weight_version = "v3"
+    assert "another trainer" in one.abandon()
+    assert vllm.weight_version == "v3"
 
 
 def test_abandon_after_a_finish_that_failed(driver, vllm):

@@ -98,6 +98,12 @@ class Cell:
     phase: Phase
     kind: str
 
+    @property
+    def finished(self) -> bool:
+        """Whether the server has closed the update well, for all that the sync fails."""
+        done = self.phase.group == "finish" and self.kind in DONE
+        return done or self.phase.group in ("reset", "resume")
+
     def __str__(self) -> str:
         return f"{self.phase.name} x {self.kind}"
 
@@ -167,9 +173,8 @@ def _failed(phase: Phase, done: bool) -> Outcome:
             "update: answer": "new",
         }[phase.name]
         return replace(MIXTURE, weights=weights)
-    if phase.group == "finish":
-        return Outcome(paused=True, marked=not done)
-    return Outcome(paused=phase.group == "reset" or not done)
+    paused = phase.group in ("finish", "reset") or not done
+    return Outcome(paused=paused, marked=paused)
 
 
 def _raises(state: Outcome, error: type[StreamerError], says: str, phase: Phase) -> Outcome:
@@ -213,6 +218,8 @@ def _of_process(phase: Phase, kind: str) -> Outcome:
     says = _HTTP_ERRORS["never"][1]
     # What was sent to it while it was stopped is done once it goes on.
     state = _failed(noticed, done=True)
+    if phase.group == "reset":
+        state = Outcome(paused=True)  # it could not be marked
     if phase.group == "init":
         says = "have not joined "
     elif phase.group == "update" and not past:

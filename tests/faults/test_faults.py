@@ -43,7 +43,7 @@ sys.path.pop(0)
 pytestmark = pytest.mark.timeout(60)
 
 PATIENT = Timeouts(connect=30, progress=30)
-SHORT = Timeouts(connect=2, progress=1.5)
+SHORT = Timeouts(connect=4, progress=1.5)
 SOON, LATER = 6.0, 12.0
 """Seconds within which a fault is told: that is seen at once, and that only a deadline ends."""
 OLD, NEW, NEXT = weights(1), weights(2), weights(3)
@@ -122,9 +122,10 @@ def test_a_fault(
         else:
             eventually(lambda: state.allows(state_of(server)))
         if expected.weights != "dead" and cell.kind != "server stopped":  # which goes on by itself
-            assert ("holds a mixture" in str(error)) == state.marked
-            whole = error is not None and state.weights == "new" and not state.marked
+            whole = error is not None and cell.finished
             assert ("holds the new weights" in str(error)) == whole
+            assert ("holds a mixture" in str(error)) == (state.marked and not whole)
+            assert ("is marked incomplete" in str(error)) == state.marked
         record_property("cell", str(cell))
         record_property("error", type(error).__name__ if error is not None else "")
         record_property(

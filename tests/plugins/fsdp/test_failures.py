@@ -136,6 +136,39 @@ def test_a_rank_that_does_not_come(fails: Any, server: Any, who: int) -> None:
     assert text.startswith(f"rank {who} did not come within 3 s: every rank of the process group")
 
 
+@pytest.mark.parametrize(
+    ("who", "how", "text"),
+    [
+        (0, "unopened", "SourceError: no source accepts a builtins.object;"),
+        (1, "unopened", "SourceError: no source accepts a builtins.object;"),
+        (0, "connect", "UsageError: not a server URL: ftp://host"),
+        (0, "version", "UsageError: a weight version is a text, not ''"),
+        (2, "version", "UsageError: a weight version is a text, not ''"),
+    ],
+)
+def test_a_rank_that_fails_before_it_has_a_source(
+    fails: Any, server: Any, who: int, how: str, text: str
+) -> None:
+    """The others are told, long before the connect timeout."""
+    failures = fails(3, who, how, url=server.url, good=server.url, connect=20)
+    for rank, failure in enumerate(failures):
+        if rank != who:
+            assert failure["error"] == "RankError"
+            assert failure["text"].startswith(f"rank {who} failed: {text}")
+            assert failure["of"] == who
+
+
+def test_a_push_of_one_rank_alone_that_fails(trainer: Any, server: Any) -> None:
+    """A text is told of at once; whether others push an object, too, is waited for, not for long.
+    The others take nothing of it for an end of their own push."""
+    (failures, version), *rest = trainer.values("alone", 3, url=server.url)
+    path, other = failures
+    assert (path["error"], other["error"]) == ("SourceError", "SourceError")
+    assert path["seconds"] < 2
+    assert 4 < other["seconds"] < 8
+    assert rest == [[[], version]] * 2
+
+
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_dies_in_the_middle(trainer: Any, start_server: Any, who: int) -> None:
     """The group reports it: Gloo at once."""

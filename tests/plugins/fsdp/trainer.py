@@ -130,11 +130,21 @@ def broken() -> None:
     raise ValueError("made to\nfail")
 
 
-def fails(rank: int, ranks: int, url: str, who: int, how: str, good: str = "", pid: int = 0) -> Any:
+def fails(
+    rank: int,
+    ranks: int,
+    url: str,
+    who: int,
+    how: str,
+    good: str = "",
+    pid: int = 0,
+    connect: float = 3,
+) -> Any:
     """A push that one rank breaks, and then a good one over the same process group."""
     model = shard(make())
-    timeouts = Timeouts(connect=3, progress=20)
+    timeouts = Timeouts(connect=connect, progress=20)
     source: object = model
+    options: dict[str, Any] = {"timeouts": timeouts}
 
     def act() -> None:
         if how == "source":
@@ -164,15 +174,33 @@ def fails(rank: int, ranks: int, url: str, who: int, how: str, good: str = "", p
     if rank == who and how == "specs":
         source = streamer.map_tensors(model, lambda spec: None)
         source._rule = lambda spec: {}[spec.name]  # it was right when it was opened
+    if rank == who and how == "unopened":
+        source = object()
+    if rank == who and how == "connect":
+        url = "ftp://host"
+    if rank == who and how == "version":
+        options["weight_version"] = ""
     if how == "absent" and rank == who:
         failure = {"error": None}
         time.sleep(4)
     else:
-        failure = attempt(lambda: push(source, url, rank, timeouts=timeouts))
+        failure = attempt(lambda: push(source, url, rank, **options))
     if how == "rank dies":
         return failure
     again = push(model, good or url, rank, weight_version="again")
     return [failure, again, digests(make().state_dict())]
+
+
+def alone(rank: int, ranks: int, url: str) -> Any:
+    """Rank 0 fails to open what only it pushes; then all push together."""
+    failures = []
+    if rank == 0:
+        failures = [
+            attempt(lambda: push("/no/such/file", url, rank)),
+            attempt(lambda: push(object(), url, rank)),
+        ]
+    dist.barrier()
+    return [failures, push(shard(make()), url, rank)["weight_version"]]
 
 
 def urls_everywhere(rank: int, ranks: int, url: str, session: bool) -> Any:

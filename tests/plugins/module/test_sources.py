@@ -152,7 +152,28 @@ def test_what_is_no_plain_memory_is_named(make_model: Any, refused: Refused) -> 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_a_quantized_tensor_is_named(refused: Refused) -> None:
     tensor = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-    assert refused({"q": tensor}).startswith("q is a torch.Tensor of torch.qint8, whose memory")
+    assert refused({"q": tensor}) == (
+        "q is of torch.qint8, whose memory is not its values: dequantize() it"
+    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_module_of_torchscript_is_refused(refused: Refused) -> None:
+    module = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+    message = "it is made by TorchScript, which hides its tensors: push its state_dict()"
+    assert refused(module) == refused(nn.Sequential(module)) == message
+    assert [spec.name for spec in streamer.open_source(module.state_dict()).specs()] == [
+        "weight",
+        "bias",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_nested_tensor_is_named(refused: Refused) -> None:
+    """Its layout is strided, and it has no shape to be asked for."""
+    parts = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    message = "n is a nested tensor, of no one shape: yield its parts, from unbind()"
+    assert refused({"n": parts}) == refused([("n", parts)]) == message
 
 
 def test_meta_is_told_before_the_server_is_touched(server: Any, make_model: Any) -> None:
