@@ -13,7 +13,10 @@ UNIT := -n $(WORKERS) --ignore=tests/interop --ignore=tests/gpu --ignore=tests/i
 # What goes through all that is installed: entry points, every command, pushes to a server.
 WHEEL := tests/cli $(wildcard tests/test_registry*.py)
 
-.PHONY: help demo test setup lint types unit wheel plugin-example vllm interop trl grpo ray clean
+# Material for MkDocs tells of a coming MkDocs at each build; no release of it is taken unseen.
+DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+
+.PHONY: help demo test setup lint types unit wheel plugin-example docs vllm interop trl grpo ray clean
 
 help:
 	@echo 'make demo     push made-up weights to a server on this machine, and check every byte'
@@ -24,6 +27,7 @@ help:
 	@echo 'make wheel    the command line, plugins and demo from the built wheel, without the sources'
 	@echo 'make plugin-example'
 	@echo '              build, install and test the example of a plugin (15 seconds)'
+	@echo 'make docs     build the site of docs/ into build/docs, without a warning (20 seconds)'
 	@echo 'make vllm     install vLLM for the CPU into .vllm (2 minutes)'
 	@echo 'make interop  the tests against real vLLM servers and engines (8 minutes)'
 	@echo 'make trl      install TRL into .trl (1 minute)'
@@ -35,7 +39,7 @@ demo: .venv/serve.stamp
 	@$(BIN)/streamer demo
 
 test:
-	@MAKE='$(MAKE)' scripts/run_steps.sh setup lint 'types unit | vllm trl' wheel plugin-example \
+	@MAKE='$(MAKE)' scripts/run_steps.sh setup lint 'types unit | vllm trl' wheel plugin-example docs \
 	    'interop | grpo ray'
 
 setup: .venv/dev.stamp
@@ -56,6 +60,9 @@ wheel: .venv/dev.stamp
 plugin-example: .venv/dev.stamp
 	scripts/test_plugin_example.sh $(CURDIR)/$(BIN)/python
 
+docs: .venv/docs.stamp
+	$(DOCS) build --quiet --strict
+
 vllm: .vllm/streamer.stamp
 
 interop: .venv/dev.stamp vllm
@@ -70,7 +77,7 @@ ray: .ray/ray.stamp
 	.ray/bin/python -m pytest -o faulthandler_timeout=600 tests/ray
 
 clean:
-	rm -rf .venv .vllm .trl .ray dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .vllm .trl .ray build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/bin/python:
@@ -85,6 +92,10 @@ clean:
 
 .venv/dev.stamp: .venv/serve.stamp
 	$(INSTALL) -e '.[dev]'
+	@touch $@
+
+.venv/docs.stamp: .venv/dev.stamp
+	$(INSTALL) -e '.[docs]'
 	@touch $@
 
 .vllm/vllm.stamp: scripts/install_vllm_cpu.sh scripts/vllm-constraints.txt
