@@ -5,7 +5,9 @@
 # script (rlhf_http_nccl_no_vllm.py) and a wheel of streamer. Logs and results go to OUT.
 # Parts: small (0.6b, fp8 and moe: 200 s), 8b (250 s), limits (60 s), push (130 s), module (90 s),
 # verify (60 s). The last three start an 8b server first (70 s).
-# faults: the table of tests/faults over NCCL, into a server of one worker (not run yet).
+# settings: readers in turns (330 s). small-tensors (30 s). cold: where a cold start spends its time
+# (40 s). refusal: a push to the GPU that sends (20 s). faults: the table of tests/faults over NCCL, into
+# a server of one worker (300 s; not run yet).
 set -u
 carry=$(realpath "$1") out=$(realpath "$2")
 repo=$(realpath "$(dirname "$0")/../..")
@@ -60,6 +62,15 @@ for part in "${@:-small}"; do
         module) serve_8b 8150 nccl && benchmark 120 module "$repo/benchmarks/module_vs_vllm.py" --url http://127.0.0.1:8150 \
             --checkpoint /tmp/check/8b-7 --json "$out/module.json" --trace "$out/module-trace.json" ;;
         verify) serve_8b 8151 streamer && benchmark 100 verify "$repo/benchmarks/verify_cost.py" --device cuda ;;
+        settings) serve_8b 8150 nccl && nvidia-smi topo -m | head -12 && benchmark 330 settings "$repo/benchmarks/reader_settings.py" \
+            --url http://127.0.0.1:8150 --checkpoint /tmp/check/8b-7 --settings "${SETTINGS:-16:8:256,12:8:128,20:8:320,16:8:128,12:8:256}" \
+            --json "$out/settings.json" ;;
+        small-tensors) benchmark 60 small-tensors "$repo/benchmarks/planning.py" --device cuda:0 --json "$out/small-tensors.json" ;;
+        cold) serve_8b 8150 nccl && for _ in 1 2 3; do CUDA_VISIBLE_DEVICES=1 T0=$(date +%s.%N) timeout 60 \
+            python3 -W ignore "$repo/tests/gpu/cold.py" http://127.0.0.1:8150 /tmp/check/8b-7; date +%s.%N; done; at cold ;;
+        refusal) serve_8b 8150 nccl; for command in push doctor; do
+            timeout 60 python3 -W ignore -m streamer "$command" /tmp/check/8b-7 --to http://127.0.0.1:8150 --device cuda:0 2>&1 | tail -25
+            echo "rc ${PIPESTATUS[0]}"; done; at refusal ;;
         faults) (cd "$repo" && STREAMER_TEST_GPU=0 CUDA_VISIBLE_DEVICES=1 timeout 300 python3 -W ignore -m pytest -q \
             -n 8 -p no:cacheprovider -W default -o addopts=--import-mode=importlib tests/faults/test_faults.py > "$out/faults.log" 2>&1)
             echo "rc $?"; grep -E '^(E  |FAILED|[0-9]+ )' "$out/faults.log" | tail -60; at faults ;;
