@@ -32,7 +32,14 @@ from streamer.plan import Plan, make_plan
 from streamer.ranks import Leader, several_ranks
 from streamer.registry import default_registry, open_source
 from streamer.report import Report, ServerReport, make_report
-from streamer.source import WeightSource, checked, close_source, specs_of
+from streamer.source import (
+    WeightSource,
+    checked,
+    close_source,
+    ranks_of,
+    specs_of,
+    version_of,
+)
 from streamer.timeouts import Clock
 
 log = logging.getLogger("streamer")
@@ -118,7 +125,8 @@ class Session:
             with announced(source), trace.span("open source"):
                 check_version(weight_version)
                 opened = open_source(source)
-            if opened.ranks is not None and not opened.ranks.sends:
+            ranks = ranks_of(opened)
+            if ranks is not None and not ranks.sends:
                 return self._follow(opened)
             with Leader(opened, self._clock) as leader:
                 with trace.span("plan"):
@@ -177,7 +185,7 @@ class Session:
         joined = joined and all(self._each(lambda driver: driver.is_ours()))
         if not joined:
             self._probe()
-        version = weight_version or source.weight_version
+        version = weight_version or version_of(source)
         check_version(version)
         if version is None:
             version = f"streamer-{uuid.uuid4().hex[:12]}"

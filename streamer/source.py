@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -124,13 +125,34 @@ class WeightSource(ABC):
 
 def specs_of(source: WeightSource) -> list[TensorSpec]:
     """``source.specs()``. An exception that is not one of ours becomes a `SourceError`."""
-    try:
+    with _blamed("specs()"):
         return list(source.specs())
+
+
+def version_of(source: WeightSource) -> str | None:
+    """``source.weight_version``, likewise."""
+    with _blamed("weight_version"):
+        return source.weight_version
+
+
+def ranks_of(source: WeightSource) -> Ranks | None:
+    """``source.ranks``, likewise."""
+    with _blamed("ranks"):
+        ranks = source.ranks
+        if ranks is not None and not isinstance(ranks, Ranks):
+            raise TypeError(f"None or a streamer.Ranks, not {ranks!r:.100}")
+        return ranks
+
+
+@contextlib.contextmanager
+def _blamed(what: str) -> Iterator[None]:
+    try:
+        yield
     except StreamerError:
         raise
     except Exception as error:
         raise SourceError(
-            f"the source's specs() failed: {type(error).__name__}: {one_line(error)}"
+            f"the source's {what} failed: {type(error).__name__}: {one_line(error)}"
         ) from error
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from streamer import SourceError, SpecMismatch, TensorSpec, TransportError, UsageError, WeightSource
-from streamer.source import checked
+from streamer.source import checked, ranks_of, version_of
 
 A, B, C = (torch.full((2, 2), float(value)) for value in range(3))
 SPECS = [TensorSpec(name, torch.float32, (2, 2)) for name in "abc"]
@@ -275,3 +275,25 @@ def test_a_source_of_one_method_more_closes_without_effect(make_source):
     source.close()
     with pytest.raises(TypeError):
         WeightSource()
+
+
+NOTHING = {"specs": lambda self: [], "__iter__": lambda self: iter(())}
+
+
+@pytest.mark.parametrize("what", ["weight_version", "ranks"])
+def test_a_property_that_raises_is_the_sources_failure(what):
+    def fail(self):
+        raise KeyError("layer 7")
+
+    source = type("Broken", (WeightSource,), {**NOTHING, what: property(fail)})()
+    ask = {"weight_version": version_of, "ranks": ranks_of}[what]
+    with pytest.raises(SourceError, match=rf"the source's {what} failed: KeyError: 'layer 7'"):
+        ask(source)
+
+
+def test_ranks_of_another_type():
+    source = type("Odd", (WeightSource,), {**NOTHING, "ranks": True})()
+    with pytest.raises(
+        SourceError, match=r"ranks failed: TypeError: None or a streamer\.Ranks, not"
+    ):
+        ranks_of(source)
