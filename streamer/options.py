@@ -8,11 +8,10 @@ from typing import Any, TypedDict
 
 import torch
 
-from streamer.broadcast.broadcaster import DEFAULT_NUM_BUFFERS, DEFAULT_THREADS
+from streamer.defaults import DEFAULT_BUFFER_SIZE, DEFAULT_NUM_BUFFERS, DEFAULT_THREADS
 from streamer.drivers.vllm import BACKENDS, PAUSE_MODES
 from streamer.events import Event
 from streamer.exceptions import UsageError
-from streamer.plan import DEFAULT_BUFFER_SIZE
 from streamer.timeouts import Timeouts
 from streamer.trace import Trace
 

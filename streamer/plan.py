@@ -24,13 +24,10 @@ from functools import cached_property
 
 import torch
 
+from streamer.defaults import DEFAULT_BUFFER_SIZE, DEFAULT_CALL_SIZE
 from streamer.exceptions import PlanError
 from streamer.source import TensorSpec
 
-MIB = 1 << 20
-DEFAULT_BUFFER_SIZE = 256 * MIB
-DEFAULT_CALL_SIZE = 16 << 30
-"""A failed call of ``/update_weights`` ends after at most this many bytes have been sent."""
 PER_TENSOR_ALIGNMENT = 256
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from streamer.plan import Plan
+if TYPE_CHECKING:
+    from streamer.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

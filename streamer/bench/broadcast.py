@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from streamer.bench.measure import BROADCAST, Row, repeated
+from streamer.defaults import MIB
 from streamer.exceptions import TransportError
-from streamer.plan import MIB
 from streamer.transport.base import Transport
 from streamer.transport.gloo import GlooTransport
 from streamer.transport.lifeline import Lifeline

@@ -9,7 +9,7 @@ import torch
 from streamer.bench.measure import COPY, Row, repeated, timed
 from streamer.bench.null import NullTransport
 from streamer.broadcast.fill import SLOT_SIZE
-from streamer.plan import MIB
+from streamer.defaults import MIB
 
 _PINNED = 256 * MIB
 _ROUNDS = 8

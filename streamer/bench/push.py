@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from streamer.bench.measure import PUSH, Row, repeated
+from streamer.defaults import MIB
 from streamer.options import ConnectOptions
-from streamer.plan import MIB
 from streamer.session import Session, connect
 from streamer.source import WeightSource, specs_of
 from streamer.trace import Trace

@@ -11,9 +11,10 @@ import torch
 
 from streamer.bench.measure import READ, STAGE, Row, repeated, timed
 from streamer.bench.null import NullTransport
-from streamer.broadcast.broadcaster import DEFAULT_THREADS, Broadcaster
+from streamer.broadcast.broadcaster import Broadcaster
 from streamer.broadcast.stream import ChunkStream
-from streamer.plan import MIB, Plan, make_plan
+from streamer.defaults import DEFAULT_THREADS, MIB
+from streamer.plan import Plan, make_plan
 from streamer.source import TensorSpec, WeightSource, checked, specs_of
 
 SAMPLE = 4 << 30

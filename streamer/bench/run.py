@@ -18,9 +18,9 @@ from streamer.bench.measure import BROADCAST, COPY, PUSH, READ, STAGE, Row, dead
 from streamer.bench.push import measure_push, trace_push
 from streamer.bench.read import measure_read, measure_stage
 from streamer.bench.result import Result
+from streamer.defaults import DEFAULT_BUFFER_SIZE
 from streamer.exceptions import StreamerError, UsageError, one_line
 from streamer.options import ConnectOptions
-from streamer.plan import DEFAULT_BUFFER_SIZE
 from streamer.source import WeightSource, specs_of
 
 CPU_SIZE = 256 << 20

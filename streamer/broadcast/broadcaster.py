@@ -12,14 +12,12 @@ import torch
 from streamer.broadcast.ring import Ring
 from streamer.broadcast.staging import Stage
 from streamer.broadcast.stream import ChunkStream
+from streamer.defaults import DEFAULT_NUM_BUFFERS, DEFAULT_THREADS
 from streamer.exceptions import StreamerError
 from streamer.plan import Chunk, Plan
 from streamer.source import Payload, WeightSource
 from streamer.trace import Trace
 from streamer.transport.base import Transport
-
-DEFAULT_NUM_BUFFERS = 3
-DEFAULT_THREADS = 16
 
 
 def send_packed(transport: Transport, chunk: Chunk, buffer: torch.Tensor, timeout: float) -> None:

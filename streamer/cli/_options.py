@@ -6,16 +6,16 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from streamer.broadcast.broadcaster import DEFAULT_NUM_BUFFERS
+from streamer.defaults import DEFAULT_BUFFER_SIZE, DEFAULT_NUM_BUFFERS, MIB
 from streamer.exceptions import UsageError
-from streamer.plan import DEFAULT_BUFFER_SIZE, MIB
-from streamer.registry import default_registry, open_source
-from streamer.source import WeightSource, close_source
 from streamer.timeouts import Timeouts
+
+if TYPE_CHECKING:
+    from streamer.source import WeightSource
 
 BUFFER_SIZE = f"{DEFAULT_BUFFER_SIZE // MIB}MiB"
 NUM_BUFFERS = DEFAULT_NUM_BUFFERS
@@ -293,6 +293,8 @@ def opened(
 ) -> Iterator[WeightSource]:
     """``source`` opened with ``KEY=VALUE`` options and changed, and closed after the block."""
     from streamer import transforms
+    from streamer.registry import open_source
+    from streamer.source import close_source
 
     renames = [_parse_rename(option) for option in rename or ()]
     parsed = _parse_options(options or (), source)
@@ -324,6 +326,8 @@ def _parse_options(options: Sequence[str], source: str) -> dict[str, str]:
         key, equals, value = option.partition("=")
         # `source` is the parameter of open_source itself.
         if not equals or not key.isidentifier() or key == "source":
+            from streamer.registry import default_registry
+
             known = default_registry().options_of(source)
             hint = f": this source takes {', '.join(known)}" if known else ""
             raise UsageError(f"--option: {option!r} is not KEY=VALUE{hint}")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from streamer.cli import _options as o
 from streamer.cli._output import print_facts, print_json, print_table
 from streamer.cli._sizes import count, format_size, parse_size
-from streamer.plan import Plan, make_plan
-from streamer.source import TensorSpec
+
+if TYPE_CHECKING:
+    from streamer.plan import Plan
+    from streamer.source import TensorSpec
 
 
 def plan(
@@ -33,6 +35,8 @@ def plan(
 
     Example: streamer plan /models/Qwen3-8B --buffer-size 1GiB
     """
+    from streamer.plan import make_plan
+
     size = parse_size(buffer_size, "--buffer-size")
     with o.opened(
         source, option, select=select, exclude=exclude, rename=rename, cast=cast

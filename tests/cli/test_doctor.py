@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from streamer import IncompatibleServer, TensorSpec, gpus, push
-from streamer.broadcast.broadcaster import DEFAULT_THREADS
 from streamer.broadcast.fill import SLOT_SIZE
 from streamer.broadcast.staging import RING_SIZE
+from streamer.defaults import DEFAULT_THREADS
 from streamer.doctor import here, weights
 from streamer.doctor.server import _POSTS
 from streamer.drivers.vllm import INCOMPLETE

@@ -20,8 +20,8 @@ from pages import ROOT
 import streamer
 import streamer.integrations
 import streamer.testing
-from streamer.broadcast.broadcaster import DEFAULT_NUM_BUFFERS, DEFAULT_THREADS
 from streamer.broadcast.fill import SLOT_SIZE
+from streamer.defaults import DEFAULT_NUM_BUFFERS, DEFAULT_THREADS
 
 DIRECTIVE = re.compile(r"^::: ([\w.]+)\n((?: +.*\n)*)", re.MULTILINE)
 MEMBERS = re.compile(r"^ +members: \[(.*)\]", re.MULTILINE)
