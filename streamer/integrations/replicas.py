@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from streamer.ranks import Ranks
-from streamer.source import Payload, TensorSpec, WeightSource
+from streamer.source import DeferredTensor, Payload, TensorSpec, WeightSource
+
+
+class _Unread(DeferredTensor):
+    """What a rank yields that does not send: nobody reads it."""
+
+    def read_into(self, buffer: memoryview, start: int, stop: int) -> None:
+        raise AssertionError("only the rank that sends reads a payload")
 
 
 class Replicas(WeightSource):
@@ -33,7 +38,7 @@ class Replicas(WeightSource):
             yield from self._inner
             return
         for spec in self._inner.specs():
-            yield spec.name, torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+            yield spec.name, _Unread()
 
     def close(self) -> None:
         """Close the source inside."""
