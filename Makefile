@@ -11,7 +11,7 @@ WORKERS := $(shell n=$$(nproc); echo $$((n < 8 ? 2 * n : n)))
 UNIT := -n $(WORKERS) --ignore=tests/interop --ignore=tests/gpu --ignore=tests/integrations/trl \
     --ignore=tests/ray
 # What goes through all that is installed: entry points, every command, pushes to a server.
-WHEEL := tests/cli $(wildcard tests/test_registry*.py)
+WHEEL := $(patsubst %,tests/cli/test_%.py,demo help push sources) $(wildcard tests/test_registry*.py)
 
 # Material for MkDocs tells of a coming MkDocs at each build; no release of it is taken unseen.
 DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
@@ -29,7 +29,7 @@ help:
 	@echo '              build, install and test the example of a plugin (15 seconds)'
 	@echo 'make docs     build the site of docs/ into build/docs, without a warning (20 seconds)'
 	@echo 'make vllm     install vLLM for the CPU into .vllm (2 minutes)'
-	@echo 'make interop  the tests against real vLLM servers and engines (8 minutes)'
+	@echo 'make interop  the tests against real vLLM servers and engines (6 minutes)'
 	@echo 'make trl      install TRL into .trl (1 minute)'
 	@echo 'make grpo     the TRL example against a real vLLM server (2 minutes)'
 	@echo 'make ray      install Ray beside vLLM into .ray, and push into actors (5 minutes)'
