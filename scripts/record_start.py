@@ -53,7 +53,7 @@ class Transcript:
         for line in process.stdout:
             # pip says with every package on some machines where it looks for others.
             if "ignored" not in line:
-                self.add(_COLOURS.sub("", line.rstrip()))
+                self.add(_COLOURS.sub("", line.rstrip()).replace(str(folder), "…"))
         if process.wait():
             raise SystemExit(f"{command}: exit {process.returncode}")
 
