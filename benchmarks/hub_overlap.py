@@ -5,7 +5,8 @@
 Starts a Hub that sends a model within the given seconds, and the reference server with two workers.
 Each broadcast sleeps first, so that a push alone takes a third, as long, or three times as long as
 the download. Prints the seconds of the download alone (D), the push alone (P), and of both
-together. The bound is 1.15 * max(D, P), and a shard's share of max(D, P).
+together. The bound is 1.15 * max(D, P), and a shard's share of max(D, P): the exit code is 1 if it
+does not hold.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def slow(pause: float) -> Callable[..., None]:
     return broadcast
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--shards", type=int, default=8)
@@ -78,6 +79,7 @@ def main() -> None:
     assert server.stdout is not None
     line = server.stdout.readline()
     url = line[line.index("http") :].split()[0].rstrip(".,;")
+    kept = True
     print(f"{'P / D':>6} {'D':>7} {'P':>7} {'both':>7} {'bound':>7}   seconds")
     try:
         for ratio in (1 / 3, 1.0, 3.0):
@@ -101,11 +103,13 @@ def main() -> None:
             longer = max(download, alone)
             bound = 1.15 * longer + longer / arguments.shards
             print(f"{ratio:6.2f} {download:7.2f} {alone:7.2f} {both:7.2f} {bound:7.2f}")
+            kept &= both <= bound
     finally:
         server.terminate()
         server.wait()
         hub.stop()
+    return 0 if kept else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

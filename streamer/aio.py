@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from streamer.session import Session
 
 _T = TypeVar("_T")
-_AGAIN_SECONDS = 0.1
+AGAIN_SECONDS = 0.1
 """Between two calls of `Session.cancel`, which wakes only what waits at that moment."""
 
 
@@ -58,6 +58,10 @@ async def aconnect(to: Servers | None, **options: Unpack[ConnectOptions]) -> Asy
             await beside(session, session.join)
         yield session
     finally:
+        # The push of another task is cancelled by this; it ends before, and `beside` refuses two.
+        while session.turn.locked():
+            session.cancel()
+            await asyncio.sleep(AGAIN_SECONDS)
         await beside(session, session.close)
 
 
@@ -118,7 +122,7 @@ async def _until(
     cancelled: asyncio.CancelledError | None = None
     while not ended.done():
         try:
-            await asyncio.wait([ended], timeout=None if cancelled is None else _AGAIN_SECONDS)
+            await asyncio.wait([ended], timeout=None if cancelled is None else AGAIN_SECONDS)
         except asyncio.CancelledError as error:
             if cancelled is None:
                 cancelled = error

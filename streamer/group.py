@@ -184,12 +184,18 @@ class Group:
                 self.sent = Sent(plan.calls, tuple(digests))
 
         self.broadcaster.sync(
-            plan, payloads, conduct, source=source, on_progress=on_progress, check=check
+            plan,
+            payloads,
+            conduct,
+            source=source,
+            progress_timeout=self._clock.progress,
+            on_progress=on_progress,
+            check=check,
         )
 
     def _send(self, stream: ChunkStream, call: Call, verify: int | None = None) -> None:
         updates = [partial(driver.update, call, verify) for driver in self._drivers]
-        patience = self._clock.timeouts.progress
+        patience = self._clock.progress
         with self._beside("the update", updates, patience, untaken=_UNTAKEN_SECONDS):
             stream.send(call)
             # Also on the device: what follows must not find a kernel that waits for a worker.

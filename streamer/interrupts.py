@@ -6,12 +6,27 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from streamer.exceptions import PushCancelled, StreamerError
-from streamer.source import Payload
 
-_DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+if TYPE_CHECKING:
+    from streamer.source import Payload
+
+
+class Terminated(KeyboardInterrupt):
+    """What SIGTERM raises in the command line: no `SystemExit`, which plugins may raise too."""
+
+
+def terminate(number: int, frame: FrameType | None) -> None:
+    """The command line's handler of SIGTERM, which is held back as the default one is."""
+    raise Terminated
+
+
+_HELD = {
+    signal.SIGINT: (signal.default_int_handler,),
+    signal.SIGTERM: (signal.SIG_DFL, terminate),
+}
 
 
 class Interrupts:
@@ -81,8 +96,8 @@ class Interrupts:
         self.check_request()
         self._pending, self.inside = None, True
         if threading.current_thread() is threading.main_thread():
-            for number, default in _DEFAULTS.items():
-                if signal.getsignal(number) == default:
+            for number, handlers in _HELD.items():
+                if signal.getsignal(number) in handlers:
                     self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -95,5 +110,12 @@ class Interrupts:
         self.inside = False
         while self._before:
             signal.signal(*self._before.popitem())
-        if self._pending is not None:
+        if self._pending is None:
+            return
+        try:
             signal.raise_signal(self._pending)
+        except BaseException as ended:
+            # What is raised now hides the error, which says what the servers hold.
+            for note in getattr(error, "__notes__", ()):
+                ended.add_note(note)
+            raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -17,6 +18,8 @@ from streamer import hookspecs
 from streamer.exceptions import PluginError, SourceError, StreamerError, UsageError
 from streamer.hookspecs import PROJECT, SourceFactory
 from streamer.source import WeightSource
+
+log = logging.getLogger("streamer")
 
 ENTRY_POINT_GROUP = "streamer"
 IN_PROCESS = "in-process"
@@ -159,7 +162,7 @@ class Registry:
             opened = entry.factory(rest, **options)
         except StreamerError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PluginError(
                 f"plugin {entry.plugin} ({entry.distribution}) failed to open {entry.scheme}://: "
                 f"{type(error).__name__}: {_one_line(error)}"
@@ -188,9 +191,12 @@ class Registry:
                 if not source:
                     raise SourceError("the source is empty: give a path, or scheme://...")
                 path = Path(source).expanduser()
+                absent = not path.exists() and not path.is_symlink()
             except RuntimeError as error:  # whose home that is nobody knows
                 raise SourceError(f"not a usable path: {source}: {error}") from error
-            if not path.exists() and not path.is_symlink():
+            except OSError as error:  # too long, or in a folder that may not be looked into
+                raise SourceError(f"not a usable path: {source}: {error.strerror}") from error
+            if absent:
                 raise SourceError(
                     f"no such file or folder: {path} (a path, or scheme://... with one of "
                     f"{', '.join(sorted(self.entries))})"
@@ -269,7 +275,7 @@ class Registry:
             manager.hook.streamer_register_sources(register=register)
         except PluginError as error:
             raise PluginError(f"plugin {name} ({distribution}): {error}") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PluginError(
                 f"plugin {name} ({distribution}): {type(error).__name__}: {_one_line(error)}"
             ) from error
@@ -298,13 +304,18 @@ class Registry:
 
 
 def _accepts(entry: SourceEntry, source: object) -> bool:
+    """Whether it claims ``source``. A third party's claim that fails is logged, and is none."""
     try:
         return entry.accepts is not None and bool(entry.accepts(source))
-    except Exception as error:
-        raise PluginError(
+    except (Exception, SystemExit) as error:
+        text = (
             f"plugin {entry.plugin} ({entry.distribution}) failed to say whether {entry.scheme} "
             f"accepts a {type(source).__qualname__}: {type(error).__name__}: {_one_line(error)}"
-        ) from error
+        )
+        if entry.built_in:
+            raise PluginError(text) from error
+        log.warning("%s", text)
+        return False
 
 
 def _distribution(point: importlib.metadata.EntryPoint) -> str:

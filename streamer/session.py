@@ -17,7 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Unpack
 
-from streamer.aio import at_once, beside
+from streamer.aio import AGAIN_SECONDS, at_once, beside
 from streamer.announce import announced
 from streamer.drivers.base import Driver, ServerInfo
 from streamer.drivers.factory import Servers, listed, make_driver
@@ -67,6 +67,7 @@ class Session:
         """Held while `apush` works on a thread."""
         self._closed = False
         self._pushing = threading.Lock()
+        self._pusher: int | None = None
         self._process = os.getpid()
         self._pool = ThreadPoolExecutor(2 * len(servers) or 1, thread_name_prefix="streamer-http")
         self._interrupts = Interrupts(self._abort)
@@ -94,8 +95,9 @@ class Session:
         fails before, in `connect`, say, or in code of the trainer, is waited for by the others for
         the connect timeout.
         """
-        if self._closed:
-            raise UsageError("the session is closed: connect again")
+        with announced(source):
+            if self._closed:
+                raise UsageError("the session is closed: connect again")
         with self._alone():
             return self._run(source, weight_version, force)
 
@@ -110,9 +112,11 @@ class Session:
             raise UsageError(
                 "a push of this session is under way: wait for it, or connect a second session"
             )
+        self._pusher = threading.get_ident()
         try:
             yield
         finally:
+            self._pusher = None
             self._pushing.release()
 
     def _run(self, source: object, weight_version: str | None, force: bool) -> Report:
@@ -181,7 +185,8 @@ class Session:
         started: float,
         leader: Leader,
     ) -> Report:
-        joined = self._group is not None and not self._group.left
+        group = self._group
+        joined = group is not None and not group.left and not group.transport.aborted
         joined = joined and all(self._each(lambda driver: driver.is_ours()))
         if not joined:
             self._probe()
@@ -273,7 +278,8 @@ class Session:
     def _give_up(self, error: BaseException) -> None:
         """A sync failed: release the servers if no byte was sent; else say what each one holds."""
         group = self._group
-        assert group is not None
+        if group is None:
+            return  # `close` has waited long enough for this push, and cleaned up
         if not group.flowing:
             self._clean_up(error, lambda driver: driver.release())
             return
@@ -376,14 +382,29 @@ class Session:
 
     def close(self) -> None:
         """Leave the servers and free all memory and threads. Idempotent; never raises for a server
-        that is gone: what goes wrong is logged."""
+        that is gone: what goes wrong is logged.
+
+        A push of another thread is cancelled first, and waited for, at most for the progress
+        timeout: it may be inside a source that does not come back.
+        """
+        if self._pusher == threading.get_ident():
+            raise UsageError("this push is still under way: close the session when it has returned")
         self._closed = True
         if os.getpid() != self._process:
             return  # after a fork neither the threads nor the servers are this process's
-        self._leave()
-        for driver in self._drivers:
-            driver.close()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        deadline = time.monotonic() + self._options.timeouts.progress
+        while not (idle := self._pushing.acquire(timeout=AGAIN_SECONDS)):
+            if time.monotonic() > deadline:
+                break
+            self.cancel()
+        try:
+            self._leave()
+            for driver in self._drivers:
+                driver.close()
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        finally:
+            if idle:
+                self._pushing.release()
 
     def __enter__(self) -> Session:
         return self

@@ -174,6 +174,7 @@ def check_sendable(what: str, tensor: torch.Tensor) -> None:
         plain
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+        and ((held := tensor.untyped_storage().nbytes()) == tensor.nbytes or held >= _end(tensor))
     ):
         return  # there may be very many
     # First: a nested tensor cannot even be asked for its shape.
@@ -188,9 +189,20 @@ def check_sendable(what: str, tensor: torch.Tensor) -> None:
     elif is_traceable_wrapper_subclass(tensor):
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
         why = f"is a {kind}, whose memory is not its values: yield a plain tensor of them"
+    elif plain:
+        why = "has no memory any more, which sharding frees: gather it first"
     else:
         return
     raise SourceError(f"{what} {why}")
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """Bytes that the memory of a strided tensor must have."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+    return int(last + 1) * tensor.itemsize
 
 
 def checked(source: WeightSource, specs: Sequence[TensorSpec]) -> Generator[Payload, None, None]:

@@ -16,6 +16,8 @@ class Timeouts:
     ``connect``: for a server to accept a connection, and for all ranks to join.
     ``progress``: for any one thing to go on: an answer, a chunk, a read.
     ``total``: for a whole push; ``None`` sets no limit, and ``progress`` still ends what is stuck.
+    A broadcast that is under way then may take as long once more, and the code of a source as long
+    as it likes: it is not interrupted.
     """
 
     connect: float = 60.0

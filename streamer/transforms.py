@@ -3,7 +3,8 @@
     session.push(streamer.cast(streamer.exclude(model, "lm_head.weight"), "bfloat16"))
 
 Each takes what `streamer.open_source` takes and returns a `WeightSource`, so they nest. What one of
-them opened itself is closed with its result; a `WeightSource` stays its owner's to close.
+them opened itself is closed with its result; a `WeightSource` stays its owner's to close. None has
+the ``weight_version`` of what it changes.
 """
 
 from __future__ import annotations
@@ -44,9 +45,8 @@ class Transformed(WeightSource):
 
     The rule is asked for each spec, by `specs` and by the iterator alike, so that the two agree. It
     must say the same each time. ``check`` may raise for all specs of the source together.
-    ``same_weights`` says that a server which gets the outputs holds the weights of the source, and
-    may be marked with its ``weight_version``; ``lasting``, that the rule itself writes over no
-    tensor that it has made.
+    ``lasting`` says that the rule itself writes over no tensor that it has made. The source's
+    ``weight_version`` is not passed on: a server that has those weights does not have these.
     """
 
     def __init__(
@@ -55,25 +55,18 @@ class Transformed(WeightSource):
         rule: Rule,
         check: Callable[[Sequence[TensorSpec]], None] = lambda specs: None,
         *,
-        same_weights: bool = False,
         lasting: bool = True,
     ) -> None:
         self._given = isinstance(source, WeightSource)
         self._source = open_source(source)
         self._rule = rule
         self._check = check
-        self._same_weights = same_weights
         self._lasting = lasting
         try:
             self.specs()
         except BaseException:
             self.close()
             raise
-
-    @property
-    def weight_version(self) -> str | None:  # type: ignore[override]  # it may change
-        """What the source says now, if these are the same weights."""
-        return self._source.weight_version if self._same_weights else None
 
     @property
     def lasting(self) -> bool:  # type: ignore[override]  # it is the source's
@@ -152,7 +145,7 @@ def cast(source: object, dtype: torch.dtype | str, *, keep: Iterable[str] = ()) 
             return [Output(spec)]
         return [Output(replace(spec, dtype=target), partial(cast_payload, spec.dtype, target))]
 
-    return Transformed(source, rule, partial(_check_globs, "keep", kept), same_weights=True)
+    return Transformed(source, rule, partial(_check_globs, "keep", kept))
 
 
 def rename(
@@ -207,14 +200,13 @@ def rename(
                 "is one"
             )
 
-    return Transformed(source, rule, check, same_weights=True)
+    return Transformed(source, rule, check)
 
 
 def select(source: object, *globs: str) -> WeightSource:
     """Send only the tensors whose name one of ``globs`` matches (``model.layers.0.*``).
 
-    The source's ``weight_version`` is not passed on: the server keeps the rest of what it has.
-    Raises `UsageError` if there is a glob that matches none.
+    The server keeps the rest of what it has. Raises `UsageError` if a glob matches none.
     """
     if not globs:
         raise UsageError("select: give at least one glob")

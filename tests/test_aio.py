@@ -378,3 +378,76 @@ def test_a_push_of_another_thread_is_cancelled_too(server, weights, make_source)
         assert events[-1].error is caught[0]
         session.push(make_source(weights(1)))
         assert server.holds(weights(1))
+
+
+def test_an_error_in_the_block_ends_the_push_of_another_task(server, weights, make_source):
+    caught, sessions = [], []
+    half = threading.Event()
+
+    def on_step(index):
+        half.set()
+        time.sleep(0.02)
+
+    async def push(session):
+        try:
+            await session.apush(make_source(weights(1), on_step=on_step))
+        except PushCancelled as error:
+            caught.append(error)
+
+    async def main():
+        async with streamer.aconnect(server.url, **OPTIONS) as session:
+            sessions.append(session)
+            await session.apush(make_source(weights(0)))
+            task = asyncio.create_task(push(session))
+            await until(half.is_set)
+            raise ValueError("my own bug")
+        await task
+
+    with pytest.raises(ValueError, match="my own bug"):
+        asyncio.run(main())
+    assert server.url in caught[0].held
+    with pytest.raises(UsageError, match="closed"):
+        sessions[0].push(make_source(weights(0)))
+    streamer.push(make_source(weights(2)), server.url, **OPTIONS)
+    assert server.holds(weights(2))
+
+
+def test_to_close_a_session_ends_the_push_of_another_thread(server, weights, make_source):
+    caught = []
+    half = threading.Event()
+
+    def on_step(index):
+        half.set()
+        time.sleep(0.02)
+
+    session = streamer.connect(server.url, **OPTIONS)
+    session.push(make_source(weights(0)))
+
+    def push():
+        with pytest.raises(PushCancelled) as error:
+            session.push(make_source(weights(1), on_step=on_step))
+        caught.append(error.value)
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    assert half.wait(20)
+    session.close()
+    thread.join(20)
+    assert server.url in caught[0].held
+    streamer.push(make_source(weights(2)), server.url, **OPTIONS)
+    assert server.holds(weights(2))
+
+
+def test_a_push_does_not_close_its_own_session(server, weights, make_source):
+    session = streamer.connect(server.url, **OPTIONS)
+    errors = []
+
+    def on_step(index):
+        if index == 1:
+            with pytest.raises(UsageError, match="still under way") as error:
+                session.close()
+            errors.append(error.value)
+
+    session.push(make_source(weights(0), on_step=on_step))
+    session.close()
+    assert len(errors) == 1

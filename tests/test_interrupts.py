@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import streamer
-from streamer.interrupts import Interrupts
+from streamer import StreamerError
+from streamer.interrupts import Interrupts, Terminated, terminate
 
 TRAINER = """
 import sys, time, torch, streamer
@@ -127,3 +128,23 @@ def test_elsewhere_than_in_the_main_thread_nothing_is_touched():
     thread.start()
     thread.join()
     assert inside == [handler]
+
+
+def test_the_handler_of_the_command_line_is_held_back_too():
+    before = signal.signal(signal.SIGTERM, terminate)
+
+    def push():
+        with Interrupts() as interrupts:
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(KeyboardInterrupt):
+                interrupts.check()
+            error = StreamerError("it failed")
+            error.add_note("http://one holds a mixture")
+            raise error
+
+    try:
+        with pytest.raises(Terminated) as ended:
+            push()
+        assert ended.value.__notes__ == ["http://one holds a mixture"]
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -276,6 +276,14 @@ def test_a_plugin_that_exits_on_import_takes_nothing_with_it(install, load):
     assert "safetensors" in found.entries
 
 
+def test_a_plugin_that_exits_in_its_hook_takes_nothing_with_it(install, load):
+    code = "@hookimpl\ndef streamer_register_sources(register): raise SystemExit(3)"
+    install("acme", "acme_leaves", f"from streamer import hookimpl\n{code}")
+    found = load()
+    assert [(item.distribution, item.error) for item in found.broken] == [("acme", "SystemExit: 3")]
+    assert "safetensors" in found.entries
+
+
 def test_a_plugin_without_any_hook_is_named(install, load):
     """Most likely the marker was forgotten: in silence nobody would find out."""
     install("acme", "acme_bare", "def streamer_register_sources(register): register('s', Source)")
@@ -434,6 +442,12 @@ def test_a_path_that_is_not_there_is_named(path):
     assert "hub, safetensors" in str(caught.value)
 
 
+def test_a_path_that_cannot_be_looked_for_is_named():
+    with pytest.raises(SourceError) as caught:
+        Registry().open("n" * 300)
+    assert str(caught.value) == f"not a usable path: {'n' * 300}: File name too long"
+
+
 def test_a_source_is_returned_as_it_is():
     source = Plain("x")
     assert streamer.open_source(source) is source
@@ -491,20 +505,33 @@ def test_two_third_parties_that_claim_the_same_are_named():
     assert found.open([1], scheme="yours").rest == [1]
 
 
-def test_a_claim_that_raises_names_its_plugin():
-    """A third party's bug must not look like one of the caller's."""
+@pytest.mark.parametrize("error", [AttributeError("no foo"), SystemExit("no foo")])
+def test_a_claim_that_raises_is_none_and_names_its_plugin(caplog, error):
+    """Case 41: a third party's bug is logged, and the built-in sources go on."""
     found = Registry()
-    found.add(plugin_of("built", accepts=lambda value: True), "built", "streamer")
 
     def accepts(value):
-        return value.no_such_attribute
+        raise error
 
     found.add(plugin_of("mine", accepts=accepts), "mine", "acme-weights")
-    with pytest.raises(PluginError) as caught:
+    with pytest.raises(SourceError, match="no source accepts a"):
         found.open([1])
-    assert "plugin mine (acme-weights)" in str(caught.value)
-    assert "AttributeError" in str(caught.value)
-    assert found.open([1], scheme="built").rest == [1]
+    found.add(plugin_of("built", accepts=lambda value: True), "built", "streamer")
+    caplog.clear()
+    assert found.open([1]).rest == [1]
+    assert caplog.messages == [
+        "plugin mine (acme-weights) failed to say whether mine accepts a list: "
+        f"{type(error).__name__}: no foo"
+    ]
+    assert found.open([1], scheme="mine").rest == [1]
+
+
+def test_a_claim_of_ours_that_raises_is_an_error():
+    """It is the object that does not answer: that must not look as if nobody wanted it."""
+    found = Registry()
+    found.add(plugin_of("built", accepts=lambda value: value.items), "built", "streamer")
+    with pytest.raises(PluginError, match=r"built \(streamer\) failed .*: AttributeError: 'list'"):
+        found.open([1])
 
 
 def test_options_a_source_does_not_take_are_refused():
@@ -549,7 +576,9 @@ def test_a_type_error_inside_a_factory_is_not_taken_for_a_wrong_option():
         found.open("bad://x")
 
 
-@pytest.mark.parametrize("error", [ImportError("no transformers"), TypeError("odd"), KeyError("k")])
+@pytest.mark.parametrize(
+    "error", [ImportError("no transformers"), TypeError("odd"), KeyError("k"), SystemExit(4)]
+)
 def test_a_factory_that_breaks_names_its_plugin(error):
     """Heavy libraries are imported in the factory: a missing one shows up here."""
 

@@ -886,6 +886,31 @@ def test_a_worker_that_hangs_does_not_take_the_others_along(
     push(one, [server], weights(3))
 
 
+def test_the_limit_of_a_whole_push_ends_a_broadcast_too(start_server, session, push, make_source):
+    server = start_server(2)
+    one = session(server, timeouts=Timeouts(connect=10, progress=60, total=3))
+    push(one, [server], weights(1))
+
+    def stop(index):
+        if index == 8:
+            os.kill(server.pids[1], signal.SIGSTOP)
+
+    started = time.monotonic()
+    with pytest.raises(StreamerError):
+        one.push(make_source(weights(2, count=40, size=50_000), on_step=stop))
+    assert time.monotonic() - started < 12
+    os.kill(server.pids[1], signal.SIGCONT)
+    push(one, [server], weights(3))
+
+
+def test_a_group_that_was_aborted_is_joined_anew(session, server, push):
+    """As after a second signal, which may come while the first one is tidied up behind."""
+    one = session(server)
+    push(one, [server], weights(1))
+    one._abort()
+    push(one, [server], weights(2))
+
+
 TRAINER = """
 import os, signal, sys, time
 import torch

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from streamer import SourceError, SpecMismatch, TensorSpec, TransportError, UsageError, WeightSource
-from streamer.source import checked, ranks_of, version_of
+from streamer.source import check_sendable, checked, ranks_of, version_of
 
 A, B, C = (torch.full((2, 2), float(value)) for value in range(3))
 SPECS = [TensorSpec(name, torch.float32, (2, 2)) for name in "abc"]
@@ -159,6 +159,12 @@ class TwoTensors(torch.Tensor):
         raise NotImplementedError(f"made to fail: {function}")
 
 
+def freed(tensor):
+    """As FSDP1 and ZeRO leave what is not gathered: reading it ends the process."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("make", "message"),
@@ -189,14 +195,48 @@ class TwoTensors(torch.Tensor):
             f"is a {__name__}.TwoTensors, whose memory is not its values: yield a plain tensor of "
             "them",
         ),
+        *(
+            (make, "has no memory any more, which sharding frees: gather it first")
+            for make in (
+                lambda: freed(torch.ones(2, 2)),
+                lambda: freed(torch.nn.Parameter(torch.ones(2, 2))),
+                lambda: freed(torch.ones(8)[4:]).view(2, 2),
+                lambda: freed(torch.ones(4, 4)[::2, ::2]),
+                lambda: freed(torch.ones(()).expand(2, 2)),
+            )
+        ),
     ],
-    ids=["sparse", "csr", "quantized", "meta", "nested", "jagged", "wrapper"],
+    ids=[
+        *("sparse", "csr", "quantized", "meta", "nested", "jagged", "wrapper"),
+        *("freed", "freed parameter", "freed view", "freed part", "freed expanded"),
+    ],
 )
 def test_a_tensor_whose_memory_is_not_its_values_is_named(make_source, make, message):
     made = make()
     with pytest.raises(SourceError) as caught:
         list(checked(make_source([("a", A), ("b", made)], SPECS), SPECS))
     assert str(caught.value) == f"tensor 1 (b) {message}"
+
+
+def test_a_memory_that_is_longer_or_shorter_than_a_view_of_it_is_fine(make_source):
+    base = torch.arange(24.0)
+    views = {
+        "part": base[20:],
+        "turned": base.view(4, 6).t(),
+        "steps": base[3::7],
+        "expanded": base[:1].expand(50),
+        "none": base[24:],
+        "shared": freed(torch.ones(0, 3)),
+        "conj": torch.ones(3, dtype=torch.complex64).conj(),
+        "scalar": base[23],
+    }
+    specs = [TensorSpec(name, t.dtype, tuple(t.shape)) for name, t in views.items()]
+    assert len(list(checked(make_source(views), specs))) == len(views)
+    base.untyped_storage().resize_(23 * 4)
+    check_sendable("steps", views["steps"])  # its last element is number 17
+    for name in ("part", "turned", "scalar"):
+        with pytest.raises(SourceError, match=f"^{name} has no memory any more"):
+            check_sendable(name, views[name])
 
 
 def test_an_iterator_that_cannot_be_made_is_a_source_error():

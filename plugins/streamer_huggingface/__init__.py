@@ -22,9 +22,9 @@ def open_hub(
 ) -> WeightSource:
     """Open ``hf://rest``, which is ``org/name[/folder or file][@revision]``.
 
-    The revision (``main`` by default) is resolved to a commit once, here. That commit is the
-    ``weight_version``, and all that is read later is read at it. Every header has been checked when
-    this returns, and no weight has been downloaded yet.
+    The revision (``main`` by default) is resolved to a commit once, here, and all that is read
+    later is read at it. The ``weight_version`` is that commit, or ``commit:path`` of a folder or a
+    file. Every header has been checked when this returns, and no weight has been downloaded yet.
 
     - ``no_cache``: read straight from the Hub into the broadcaster's memory, nothing on disk.
       Otherwise files go through the cache of ``huggingface_hub``, and each is streamed as soon as

@@ -53,7 +53,9 @@ class CachedSource(WeightSource):
         except BaseException:
             self.close()
             raise
+        self.weight_version = target.path.version(self._commit)
         self._specs = tuple(tensor.spec for tensor in self._tensors)
+        self._remember()
 
     # -- opening -----------------------------------------------------------------------------
 
@@ -69,7 +71,7 @@ class CachedSource(WeightSource):
                 f"{shown(self._cache.folder)}",
                 "unset it, or download the model first: hf download",
             )
-        self._commit = self.weight_version = commit
+        self._commit = commit
         layout = cached_layout(self._target, self._cache.files(commit), self._read_index)
         missing = [name for name in layout.files if not self._path(name)] if layout else []
         if layout is not None and not missing:
@@ -90,8 +92,7 @@ class CachedSource(WeightSource):
 
     def _from_hub(self) -> Layout[str]:
         commit, names = list_files(self._target)
-        self._commit = self.weight_version = commit
-        self._cache.remember(commit)
+        self._commit = commit
         return find_layout(self._target, names, self._read_index)
 
     def _read_index(self, name: str) -> bytes:
@@ -148,7 +149,8 @@ class CachedSource(WeightSource):
 
     def progress(self) -> int:
         """See `WeightSource.progress`."""
-        return self._cache.arriving()
+        told = sum(downloads.progress() for downloads in list(self._running))
+        return self._cache.arriving() + told
 
     @contextmanager
     def _downloading(self, names: Sequence[str]) -> Iterator[Downloads | None]:
@@ -182,7 +184,14 @@ class CachedSource(WeightSource):
                     "remove that file from the cache, and open the source again",
                 )
             self._arrived[file] = here
+            self._remember()
         return self._arrived[file]
+
+    def _remember(self) -> None:
+        """Note the commit for when there is no network, if all of the model is in the cache: until
+        then the one before it is of more use."""
+        if len(self._arrived) == len(self._announced):
+            self._cache.remember(self._commit)
 
     def close(self) -> None:
         """Stop the downloads and close the files; reading raises `SourceError` from now on."""

@@ -41,7 +41,7 @@ class DirectSource(WeightSource):
         except BaseException:
             self._client.close()
             raise
-        self.weight_version = commit
+        self.weight_version = target.path.version(commit)
         self._specs = tuple(tensor.spec for tensor in self._tensors)
         self._runs = {file: _runs(self._tensors, file) for file, _ in found}
 
@@ -61,7 +61,7 @@ class DirectSource(WeightSource):
 
     def progress(self) -> int:
         """See `WeightSource.progress`."""
-        return self._client.received
+        return self._client.progress()
 
     def close(self) -> None:
         """End all requests; iterating and reading raise `SourceError` from now on."""

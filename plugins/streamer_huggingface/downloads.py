@@ -13,6 +13,7 @@ from pathlib import Path
 
 from streamer.exceptions import SourceError
 from streamer_huggingface import worker
+from streamer_huggingface.retry import ToldWaits
 from streamer_huggingface.target import Target
 
 _STOP_SECONDS = 2.0
@@ -32,6 +33,7 @@ class Downloads:
         self._paths: dict[str, Path] = {}
         self._errors: dict[str, SourceError] = {}
         self._ended = False
+        self._told = ToldWaits()
         job = worker.Job(
             sys_path=sys.path,
             repo=target.path.repo,
@@ -69,10 +71,17 @@ class Downloads:
             f"{file}: the process that downloads has ended", "look at its own messages above"
         )
 
+    def progress(self) -> int:
+        """See `ToldWaits.progress`."""
+        return self._told.progress()
+
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             answer = json.loads(line)
+            if "waits" in answer:
+                self._told.add(answer["waits"])
+                continue
             file = answer["file"]
             with self._turn:
                 if "path" in answer:

@@ -34,6 +34,10 @@ class HubPath:
         """Whether the revision is a full commit hash, which can never mean anything else."""
         return _COMMIT.fullmatch(self.revision) is not None
 
+    def version(self, commit: str) -> str:
+        """What the weights are called that this is at ``commit``: no other place in it has them."""
+        return f"{commit}:{self.path}" if self.path else commit
+
     def __str__(self) -> str:
         return f"hf://{self.repo}{self.path and '/'}{self.path}@{self.revision}"
 

@@ -13,7 +13,7 @@ import urllib3
 from streamer_safetensors.untrusted import MAX_JSON_SIZE, shown
 
 from streamer.exceptions import SourceError
-from streamer_huggingface.retry import Retries
+from streamer_huggingface.retry import Retries, ToldWaits
 from streamer_huggingface.target import Target
 from streamer_huggingface.web import Refused, Span, Web
 from streamer_huggingface.worker import Failure, describe, of_response
@@ -82,12 +82,17 @@ class RangeClient:
         self._closed = threading.Event()
         self.received = 0
         """Bytes of weights that have come in: about so many, as no thread waits to count them."""
+        self._told = ToldWaits()
         self._live: set[urllib3.BaseHTTPResponse] = set()
+
+    def progress(self) -> int:
+        """See `WeightSource.progress`. It grows also while we wait as long as we were told to."""
+        return self.received + self._told.progress()
 
     def open(self, name: str) -> RemoteFile:
         """A file, of which the size and the first bytes are known. Raises `SourceError`."""
         file = RemoteFile(self, name)
-        retries = Retries(self._closed)
+        retries = Retries(self._closed, self._told)
         while True:
             try:
                 with self._answer(file, (0, HEAD_SIZE)) as body:
@@ -101,7 +106,7 @@ class RangeClient:
     def whole(self, name: str) -> bytes:
         """The content of a small file. Raises `SourceError`."""
         file = RemoteFile(self, name)
-        retries = Retries(self._closed)
+        retries = Retries(self._closed, self._told)
         while True:
             try:
                 with closing(self._ask(file, None)) as response:
@@ -123,7 +128,7 @@ class RangeClient:
         A request that breaks is made again for the bytes that are still missing. Raises
         `SourceError` that names the model, or ``what`` if the client was closed.
         """
-        retries = Retries(self._closed)
+        retries = Retries(self._closed, self._told)
         done = 0
         while done < len(buffer):
             before = done

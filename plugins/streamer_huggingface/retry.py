@@ -16,14 +16,36 @@ LONGEST_WAIT = 300.0
 """Seconds of a Retry-After that are still waited; the Hub counts requests in windows of 300."""
 
 
+class ToldWaits:
+    """Waits that a server has asked for, for `WeightSource.progress`: none is standing still."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+
+    def add(self, seconds: float) -> None:
+        """A wait begins. One that is too long counts for nothing."""
+        if seconds <= LONGEST_WAIT:
+            self._until = max(self._until, time.monotonic() + seconds)
+
+    def progress(self) -> int:
+        """A number that grows as long as one of them lasts, and no longer."""
+        return int(1000 * min(time.monotonic(), self._until))
+
+
 class Retries:
     """The tries of one request. Only for GETs, which change nothing.
 
-    ``stop`` ends a wait early, as one more failure.
+    ``stop`` ends a wait early, as one more failure. ``told`` gets the waits that the
+    server has asked for.
     """
 
-    def __init__(self, stop: threading.Event | None = None) -> None:
+    def __init__(
+        self,
+        stop: threading.Event | None = None,
+        told: ToldWaits | None = None,
+    ) -> None:
         self._stop = stop or threading.Event()
+        self._told = told or ToldWaits()
         self._failed = 0
 
     def again(self, failure: Failure) -> bool:
@@ -33,7 +55,11 @@ class Retries:
             return False
         asked = _seconds(failure.retry_after)
         wait = FIRST_WAIT * 2 ** (self._failed - 1) if asked is None else asked
-        return wait <= LONGEST_WAIT and not self._stop.wait(wait)
+        if wait > LONGEST_WAIT:
+            return False
+        if asked is not None:
+            self._told.add(asked)
+        return not self._stop.wait(wait)
 
     def progress(self) -> None:
         """Something went well: count from the start."""

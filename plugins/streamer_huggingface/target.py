@@ -70,6 +70,8 @@ class Target:
         try:
             yield
         except SourceError as error:
+            if str(error).startswith(f"{self}: "):
+                raise
             raise SourceError(f"{self}: {error}") from error
 
     def failed(self, failure: Failure, file: str = "") -> SourceError:

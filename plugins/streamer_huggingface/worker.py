@@ -5,8 +5,8 @@ and not inside Xet. Its process can. This file is run by its path and imports no
 which would load torch.
 
 A line of JSON on stdin, a `Job`, says what to do. Each file is answered with a line on stdout, when
-it is there or has failed. One more line, or the end of stdin, stops it: at once, with what was
-half written removed.
+it is there or has failed; other lines say how long we are going to wait. One more line on stdin, or
+its end, stops it: at once, with what was half written removed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
@@ -128,12 +129,17 @@ def main() -> None:
     sys.path[:] = job["sys_path"]
     turn = threading.Lock()
 
+    def say(answer: dict[str, Any]) -> None:
+        with turn:
+            print(json.dumps(answer), file=answers, flush=True)
+
+    _tell_waits(say)
+
     def download(file: str) -> None:
         answer = _download(job, file)
         if answer.get("failure", {}).get("transient"):
             answer = _download(job, file)  # not every release of huggingface_hub tries again
-        with turn:
-            print(json.dumps({"file": file, **answer}), file=answers, flush=True)
+        say({"file": file, **answer})
 
     pool = ThreadPoolExecutor(job["at_once"])
     for file in job["files"]:
@@ -141,6 +147,18 @@ def main() -> None:
     sys.stdin.readline()
     _remove_partial()
     os._exit(0)
+
+
+def _tell_waits(say: Callable[[dict[str, Any]], None]) -> None:
+    """Tell of each wait of a second or more: ``huggingface_hub`` waits as it was told, inside."""
+    plain = time.sleep
+
+    def sleep(seconds: Any) -> None:
+        if seconds >= 1:
+            say({"waits": seconds})
+        plain(seconds)
+
+    time.sleep = sleep
 
 
 def _download(job: Job, file: str) -> dict[str, Any]:

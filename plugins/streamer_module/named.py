@@ -11,7 +11,7 @@ from torch import nn
 
 from streamer.exceptions import SourceError, UsageError
 from streamer.source import TensorSpec, WeightSource, check_sendable
-from streamer_module.structure import is_a, is_sharded_tensor
+from streamer_module.structure import is_a, is_of_adapter, is_sharded_tensor
 
 TIED = ("all", "first")
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -90,7 +90,7 @@ def check_names(names: Iterable[tuple[str, str]]) -> None:
     """
     taken: dict[str, str] = {}
     for name, path in names:
-        if name.startswith(("base_model.model.", "lora_")) or ".lora_" in name:
+        if is_of_adapter(name):
             raise SourceError(
                 f"{path} belongs to an adapter, which no server takes for weights: push the PEFT "
                 "model itself, which is merged on the way, or merge it first"
@@ -107,6 +107,11 @@ def check_tensor(name: str, tensor: object) -> None:
     kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
     if not isinstance(tensor, torch.Tensor):
         raise SourceError(f"{name} is a {kind}, not a tensor")
+    if hasattr(tensor, "ds_id") and tensor.shape != getattr(tensor, "ds_shape", None):
+        raise SourceError(
+            f"{name} is partitioned by DeepSpeed ZeRO-3: use ZeRO-2 or FSDP, or gather it, with "
+            "deepspeed.zero.GatheredParameters in a streamer.integrations.lockstep.Lockstep"
+        )
     if type(tensor) in _PLAIN:
         check_sendable(name, tensor)
         return

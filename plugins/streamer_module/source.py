@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from streamer_module.structure import (
 from streamer_module.vllm_source import VllmSource, is_vllm_source
 
 WRAPPERS = ("strip", "keep")
+_DICTS = (dict, OrderedDict)
 _EXTRA_STATE = "_extra_state"
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
@@ -44,7 +46,7 @@ def open_module(
 ) -> WeightSource:
     """Open a module, a state dict, a factory of pairs, or a source written for vLLM.
 
-    ``tied``, of a module or state dict, is ``all`` (the default) or ``first``: see `NamedTensors`.
+    ``tied``, of a module or a ``dict``, is ``all`` (the default) or ``first``: see `NamedTensors`.
     ``wrappers`` is ``strip`` (the default) or ``keep``: what becomes of the parts that DDP,
     torch.compile and activation checkpointing put into names. Raises `SourceError` for weights
     that cannot be sent, `UsageError` for an option that does not apply.
@@ -62,7 +64,8 @@ def open_module(
     if isinstance(source, nn.Module):
         return ModuleSource(source, **given("tied", "wrappers"))
     if isinstance(source, Mapping):
-        return StateDictSource(source, **given("tied", "wrappers"))
+        tied_too = ("tied",) if type(source) in _DICTS else ()
+        return StateDictSource(source, **given(*tied_too, "wrappers"))
     if is_vllm_source(source):
         return VllmSource(source, **given())
     if callable(source):
@@ -96,6 +99,12 @@ class ModuleSource(NamedTensors):
             raise SourceError(
                 "it is made by TorchScript, which hides its tensors: push its state_dict()"
             )
+        for path, part in module.named_modules():
+            if any(isinstance(held, torch.ScriptObject) for held in vars(part).values()):
+                raise SourceError(
+                    f"{path or 'it'} is a {type(part).__module__}.{type(part).__qualname__}, which "
+                    "packs its weights: push the module that it was quantized from"
+                )
         self._module = module
         self._wrappers = wrappers
         super().__init__(tied)
@@ -111,13 +120,15 @@ class StateDictSource(NamedTensors):
     """The tensors of a mapping, in its order. It is kept, and read again at every sync.
 
     ``_extra_state`` entries, which are no weights, are left out. For what ``strip`` does to names
-    see `without_wrappers`.
+    see `without_wrappers`. Only a ``dict`` is trusted to hold its tensors, so that each has memory
+    of its own: another mapping may make them one by one, in the same place.
     """
 
     def __init__(
         self, mapping: Mapping[str, torch.Tensor], tied: str = "all", wrappers: str = "strip"
     ) -> None:
         self._mapping = mapping
+        self.lasting = type(mapping) in _DICTS
         self._wrappers = wrappers
         super().__init__(tied)
 

@@ -5,6 +5,7 @@ Classes are told by name and package, so that nothing is imported that the modul
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +23,9 @@ _WRAPPERS = {
 }
 _RESERVED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _FIRST = "module."
+_ADAPTER = re.compile(
+    r"base_model\.model\.|(.*\.)?(lora_|base_layer\.[^.]+$|modules_to_save\.|original_module\.)"
+)
 
 Resolve = Callable[[nn.Module], tuple[nn.Module, str]]
 """The module that stands in for another one, under its name, and the path from one to the other."""
@@ -105,6 +109,11 @@ def without_wrappers(paths: Iterable[str]) -> list[str]:
     if names and all(name.startswith(_FIRST) for name in names):
         return [name.removeprefix(_FIRST) for name in names]
     return names
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether it is a name that PEFT gives: of an adapter, or of what that replaces."""
+    return _ADAPTER.match(name) is not None
 
 
 def is_a(thing: object, name: str, package: str) -> bool:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from streamer.exceptions import SourceError
-from streamer.source import TensorSpec, WeightSource
+from streamer.integrations.lockstep import Lockstep
+from streamer.source import TensorSpec
 from streamer_module.named import check_names, check_tensor
 
 
@@ -27,14 +28,16 @@ def is_vllm_source(source: object) -> bool:
     )
 
 
-class VllmSource(WeightSource):
+class VllmSource(Lockstep):
     """What an object of vLLM's shape declares and yields, under the names that it gives.
 
-    Rank 0 sends, so it must own every parameter: one that it does not own is an error at the
-    opening, and so is a source that only yields pieces (``iter_local``).
+    In a process group every rank pushes it, for vLLM has all of them iterate it in step. Rank 0
+    sends, so it must own every parameter: one that it does not own is an error at the opening, and
+    so is a source that only yields pieces (``iter_local``).
     """
 
     def __init__(self, source: Any) -> None:
+        super().__init__(self._read)
         self._source = source
         implements = getattr(source, "implements_iter_full", None)
         if implements is not None and not implements():
@@ -45,13 +48,14 @@ class VllmSource(WeightSource):
         check_names((spec.name, spec.name) for spec in specs)
         held: Collection[str] | None = getattr(source, "held_names", lambda: None)()
         full = _has(source, "iter_full")
+        sends = self.ranks is None or self.ranks.sends
         for spec, entry in zip(specs, self._metadata(), strict=True):
             owners = getattr(entry, "owners", None)
             if not full and getattr(entry, "placements", None) is not None:
                 raise SourceError(
                     f"{spec.name} comes in pieces, one of each rank: push the module that has it"
                 )
-            if (held is not None and spec.name not in held) or (
+            if (sends and held is not None and spec.name not in held) or (
                 owners is not None and 0 not in owners
             ):
                 raise SourceError(
@@ -60,9 +64,17 @@ class VllmSource(WeightSource):
 
     def specs(self) -> Sequence[TensorSpec]:
         """See `WeightSource.specs`."""
-        return [TensorSpec(item.name, item.dtype, tuple(item.shape)) for item in self._metadata()]
+        try:
+            return [
+                TensorSpec(item.name, item.dtype, tuple(item.shape)) for item in self._metadata()
+            ]
+        except (AttributeError, TypeError) as error:
+            raise SourceError(
+                f"the metadata of a {type(self._source).__name__} must be entries with name, dtype "
+                f"and shape, as vLLM's ParamMeta: {error}"
+            ) from error
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _read(self) -> Iterator[tuple[str, torch.Tensor]]:
         full = _has(self._source, "iter_full")
         for name, tensor in self._source.iter_full() if full else self._source:
             check_tensor(name, tensor)

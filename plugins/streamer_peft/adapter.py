@@ -90,6 +90,10 @@ class AdapterSource(WeightSource):
         """See `WeightSource.catch_up`. What the adapter adds is read by each rank alone."""
         self._merged.catch_up(stop)
 
+    def progress(self) -> int:
+        """See `WeightSource.progress`. It is the base that may wait for a network."""
+        return self._merged.progress()
+
     def close(self) -> None:
         """Close the adapter's file, and the base if it was opened here."""
         self._opened.close()

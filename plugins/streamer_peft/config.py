@@ -135,16 +135,22 @@ def _check_options(path: Path, content: Mapping[str, Any]) -> None:
 
 def _number(content: Mapping[str, Any], key: str, kind: Any) -> Any:
     value = content.get(key, 8)
-    if not isinstance(value, kind) or isinstance(value, bool) or (key == "r" and value < 1):
+    if not _is_number(value, kind) or (key == "r" and value < 1):
         raise ValueError(f"{key} is {shown(repr(value))}, not a number that can be right")
     return value
+
+
+def _is_number(value: object, kind: Any) -> bool:
+    try:
+        return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an int of hundreds of digits
+        return False
 
 
 def _pattern(content: Mapping[str, Any], key: str, kind: Any) -> Mapping[str, Any]:
     value = content.get(key) or {}
     if not isinstance(value, dict) or not all(
-        isinstance(number, kind) and not isinstance(number, bool) and number > 0
-        for number in value.values()
+        _is_number(number, kind) and number > 0 for number in value.values()
     ):
         raise ValueError(f"{key} is no object of positive numbers")
     for pattern in value:

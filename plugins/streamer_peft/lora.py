@@ -13,6 +13,7 @@ from streamer_safetensors.untrusted import shown
 from streamer.exceptions import SourceError
 from streamer.payloads import read_tensor
 from streamer.source import Payload, TensorSpec
+from streamer.transforms import CAST_DTYPES
 
 _PREFIX = "base_model.model."
 _PART = re.compile(
@@ -112,6 +113,17 @@ def _lora(module: str, found: dict[str, StoredTensor], where: str) -> Lora:
         raise SourceError(
             f"{where}: {shown(module)} has A {list(shapes[0])} and B {list(shapes[1])}, which are "
             "no two matrices of one rank"
+        )
+    for tensor in filter(None, (a, b, magnitude, bias)):
+        if tensor.spec.dtype not in CAST_DTYPES:
+            raise SourceError(
+                f"{where}: {shown(tensor.spec)} is no plain float, which a merge needs: load the "
+                "adapter with PEFT, and save it in float32"
+            )
+    if (a.spec.dtype == torch.float64) != (b.spec.dtype == torch.float64):
+        raise SourceError(
+            f"{where}: {shown(module)} has A in {a.spec.dtype_name} and B in "
+            f"{b.spec.dtype_name}, which cannot be multiplied: save the adapter in one dtype"
         )
     return Lora(module, a, b, embedding, magnitude, bias)
 

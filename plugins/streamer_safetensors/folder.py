@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from streamer_module.structure import is_of_adapter
+
 from streamer.exceptions import SourceError
 from streamer_safetensors.file import OpenFile, StoredTensor, broken_link
 from streamer_safetensors.index import not_inside, parse_index
@@ -66,11 +68,17 @@ class Layout(Generic[File]):
     ) -> list[StoredTensor]:
         """The tensors of the checkpoint ``where``, given each file with all of its own.
 
-        Raises `SourceError` if one is absent or there twice, or if there is none.
+        Raises `SourceError` if one is absent, there twice or of an adapter, or if there is none.
         """
         tensors: dict[str, StoredTensor] = {}
         for file, found in headers:
             for tensor in self.select(file, found):
+                if is_of_adapter(tensor.spec.name):
+                    raise SourceError(
+                        f"tensor {shown(tensor.spec.name)} in {tensor.file} belongs to an adapter, "
+                        "which no server takes for weights: merge it first, or save the adapter "
+                        "and push it over its base: peft://ADAPTER?base=CHECKPOINT"
+                    )
                 other = tensors.setdefault(tensor.spec.name, tensor)
                 if other is not tensor:
                     raise SourceError(

@@ -94,6 +94,7 @@ class Broadcaster:
         conduct: Callable[[ChunkStream], None],
         *,
         source: WeightSource,
+        progress_timeout: float | None = None,
         on_progress: Callable[[int], None] = lambda nbytes: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -101,7 +102,7 @@ class Broadcaster:
 
         ``conduct`` opens call after call on the servers and has ``stream.send(call)`` broadcast
         it; it opens none once ``stream.failure`` is set. ``payloads`` are what ``source``
-        yields. ``on_progress(nbytes)`` is called on
+        yields. ``progress_timeout`` is of this sync alone. ``on_progress(nbytes)`` is called on
         this thread for each chunk, with all bytes sent so far; ``check()`` before each chunk, and
         what it raises stops the source.
 
@@ -116,7 +117,7 @@ class Broadcaster:
             transport=self._transport,
             send=send_packed if plan.packed else send_per_tensor,
             stream=self._stream,
-            progress=self._progress,
+            progress=self._progress if progress_timeout is None else progress_timeout,
             source=source,
             trace=self._trace,
         )

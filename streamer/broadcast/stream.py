@@ -74,6 +74,7 @@ class ChunkStream:
         self._in_flight: deque[_Staged] = deque()
         self._reading: deque[Fill] = deque()
         self._over = False
+        self._awaited: TensorSpec | None = None
         self.sent = 0
         """Chunks that were handed to the transport so far."""
         self.failure: BaseException | None = None
@@ -106,6 +107,7 @@ class ChunkStream:
     def _next_buffer(self, chunk: Chunk, payloads: Iterator[Payload]) -> _Staged | None:
         """Stage ``chunk``; None if there is no use in going on."""
         if self._stream is not None and len(chunk.specs) == 1 and chunk.nbytes:
+            self._awaited = chunk.specs[0]
             payload = next(payloads)
             if _is_in_place(payload, self._transport.device):
                 assert isinstance(payload, torch.Tensor)
@@ -121,6 +123,7 @@ class ChunkStream:
         together: list[tuple[TensorSpec, torch.Tensor, int]] = []
         with self._trace.span("stage", bytes=chunk.nbytes):
             for spec, offset in zip(chunk.specs, chunk.offsets, strict=True):
+                self._awaited = spec
                 payload = next(first)
                 if self._lasting and self._stage.is_small(payload):
                     assert isinstance(payload, torch.Tensor)
@@ -264,8 +267,9 @@ class ChunkStream:
                 if not staged.in_place:
                     self._in_flight.append(staged)
             else:
+                awaited = self._awaited or chunk.specs[0]
                 self.failure = self.failure or DeadlineExceeded(
-                    f"the source did not go on for {self._progress:g} s, at {chunk.specs[0].name}"
+                    f"the source did not go on for {self._progress:g} s, at {awaited.name}"
                 )
                 self._turn.notify_all()
                 staged = self._filler(chunk)

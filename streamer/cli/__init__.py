@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from streamer.cli._errors import Group, log_to_stderr
+from streamer.interrupts import terminate
 
 __all__ = ["main", "make_app"]
 
@@ -79,5 +80,5 @@ def main() -> None:
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     # As after Ctrl-C, a session that is told to end tidies up: servers are not left half-updated.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, terminate)
     make_app()()

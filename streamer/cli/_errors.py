@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 from streamer.cli._output import one_line
 from streamer.exceptions import StreamerError, UsageError
+from streamer.interrupts import Terminated
 
 
 class Group(TyperGroup):
@@ -36,12 +37,21 @@ class Group(TyperGroup):
                     sys.stdout.flush()
         except typer.Exit as end:
             code = end.exit_code
-        except (KeyboardInterrupt, typer.Abort):
-            _say("interrupted")
+        except Terminated as error:
+            if notes := _notes(error):
+                _say("; ".join(["terminated", *notes]))
+            code = 128 + signal.SIGTERM
+        except (KeyboardInterrupt, typer.Abort) as error:
+            _say("; ".join(["interrupted", *_notes(error)]))
             code = 128 + signal.SIGINT
         except Exception as error:
             code = _report(error, debug=context is not None and bool(context.params["debug"]))
         sys.exit(code)
+
+
+def _notes(error: BaseException) -> list[str]:
+    """What the servers hold, and what went wrong while they were released."""
+    return [one_line(note) for note in getattr(error, "__notes__", ())]
 
 
 def _debug_first(args: Sequence[str]) -> list[str]:

@@ -64,6 +64,13 @@ SourceOptions = Annotated[
     list[str] | None,
     typer.Option("--option", metavar="KEY=VALUE", help="Option of the source. Repeat for more."),
 ]
+NoCache = Annotated[
+    bool,
+    typer.Option(
+        "--no-cache",
+        help="Keep nothing on disk of what is downloaded, as with --option no_cache=true.",
+    ),
+]
 Select = Annotated[
     list[str] | None,
     typer.Option(
@@ -286,6 +293,7 @@ def opened(
     source: str,
     options: Sequence[str] | None,
     *,
+    no_cache: bool = False,
     select: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     rename: Sequence[str] | None = None,
@@ -297,7 +305,7 @@ def opened(
     from streamer.source import close_source
 
     renames = [_parse_rename(option) for option in rename or ()]
-    parsed = _parse_options(options or (), source)
+    parsed = _parse_options([*(options or ()), *_no_cache(source, no_cache)], source)
     with contextlib.ExitStack() as stack:
         changed = open_source(source, **parsed)
         stack.callback(close_source, changed)
@@ -318,6 +326,15 @@ def _parse_rename(option: str) -> tuple[str, str]:
     if not equals or not old:
         raise UsageError(rf"--rename: {option!r} is not OLD=NEW, as in '^model\.=language_model.'")
     return old, new
+
+
+def _no_cache(source: str, wanted: bool) -> list[str]:
+    """The option of the source that ``--no-cache`` stands for."""
+    from streamer.registry import default_registry
+
+    if wanted and "no_cache" not in default_registry().options_of(source):
+        raise UsageError("--no-cache: this source has no cache; leave it out")
+    return ["no_cache=true"] if wanted else []
 
 
 def _parse_options(options: Sequence[str], source: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from streamer.cli._output import one_line, print_facts, print_json, print_table
 from streamer.cli._progress import spinner
 from streamer.cli._reference import reference_server
 from streamer.cli._sizes import count, format_size, parse_size
+from streamer.cli._torch import import_torch
 from streamer.cli.serve import require_server
 from streamer.exceptions import StreamerError, UsageError
 
@@ -106,6 +107,7 @@ def bench(
         require_server()
     with contextlib.ExitStack() as stack:
         say = stack.enter_context(spinner("starting ..."))
+        import_torch()
         from streamer.bench import run
 
         devices = run.Devices.find(device)

@@ -10,6 +10,7 @@ from streamer.cli._output import draw_table
 from streamer.cli._progress import spinner
 from streamer.cli._reference import reference_server
 from streamer.cli._sizes import format_size
+from streamer.cli._torch import import_torch
 from streamer.cli.serve import require_server
 from streamer.exceptions import StreamerError
 
@@ -28,6 +29,7 @@ def demo() -> None:
     in every worker with the file. Needs no GPU and no model, some seconds, and
     160 MB of temporary disk space.
     """
+    import_torch()
     import streamer
 
     require_server()

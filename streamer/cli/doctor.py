@@ -11,6 +11,7 @@ from streamer.cli import _options as o
 from streamer.cli._headers import make_headers
 from streamer.cli._output import on_terminal, one_line, print_json, print_table
 from streamer.cli._sizes import count, parse_size
+from streamer.cli._torch import import_torch
 from streamer.timeouts import Timeouts
 
 Source = Annotated[
@@ -28,6 +29,7 @@ def doctor(
     to: o.To,
     source: Source = None,
     option: o.SourceOptions = None,
+    no_cache: o.NoCache = False,
     select: o.Select = None,
     exclude: o.Exclude = None,
     rename: o.Rename = None,
@@ -54,6 +56,7 @@ def doctor(
     Ends with exit code 1 if a push would fail. In a pipe a finding is a line: ok,
     warn or fail, the check, what was found, and the remedy, with tabs between.
     """
+    import_torch()
     from streamer.doctor import examine
     from streamer.options import Options
 
@@ -75,7 +78,15 @@ def doctor(
     )
     weights = None
     if source is not None:
-        weights = o.opened(source, option, select=select, exclude=exclude, rename=rename, cast=cast)
+        weights = o.opened(
+            source,
+            option,
+            no_cache=no_cache,
+            select=select,
+            exclude=exclude,
+            rename=rename,
+            cast=cast,
+        )
     findings = list(examine(to, options, weights))
     failed = sum(found.status == "fail" for found in findings)
     if json:

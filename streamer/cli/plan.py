@@ -10,6 +10,7 @@ import typer
 from streamer.cli import _options as o
 from streamer.cli._output import print_facts, print_json, print_table
 from streamer.cli._sizes import count, format_size, parse_size
+from streamer.cli._torch import import_torch
 
 if TYPE_CHECKING:
     from streamer.plan import Plan
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 def plan(
     source: o.Source,
     option: o.SourceOptions = None,
+    no_cache: o.NoCache = False,
     select: o.Select = None,
     exclude: o.Exclude = None,
     rename: o.Rename = None,
@@ -35,11 +37,12 @@ def plan(
 
     Example: streamer plan /models/Qwen3-8B --buffer-size 1GiB
     """
+    import_torch()
     from streamer.plan import make_plan
 
     size = parse_size(buffer_size, "--buffer-size")
     with o.opened(
-        source, option, select=select, exclude=exclude, rename=rename, cast=cast
+        source, option, no_cache=no_cache, select=select, exclude=exclude, rename=rename, cast=cast
     ) as weights:
         planned = make_plan(weights.specs(), packed=not per_tensor, buffer_size=size)
     if json:

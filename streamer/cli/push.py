@@ -11,6 +11,7 @@ from streamer.cli._headers import make_headers
 from streamer.cli._output import one_line, print_json
 from streamer.cli._progress import push_progress
 from streamer.cli._sizes import count, format_size, parse_size
+from streamer.cli._torch import import_torch
 from streamer.report import Report
 from streamer.timeouts import Timeouts
 
@@ -19,6 +20,7 @@ def push(
     source: o.Source,
     to: o.To,
     option: o.SourceOptions = None,
+    no_cache: o.NoCache = False,
     select: o.Select = None,
     exclude: o.Exclude = None,
     rename: o.Rename = None,
@@ -52,6 +54,7 @@ def push(
 
     When this ends with exit code 0, all servers answer with the new weights.
     """
+    import_torch()
     from streamer.session import Session
 
     with (
@@ -78,7 +81,13 @@ def push(
     ):
         started = time.monotonic()
         with o.opened(
-            source, option, select=select, exclude=exclude, rename=rename, cast=cast
+            source,
+            option,
+            no_cache=no_cache,
+            select=select,
+            exclude=exclude,
+            rename=rename,
+            cast=cast,
         ) as weights:
             opening = time.monotonic() - started
             report = session.push(weights, weight_version=weight_version, force=force)

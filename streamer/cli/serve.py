@@ -114,7 +114,7 @@ def require_server() -> Callable[..., None]:
         if missing not in ("starlette", "uvicorn"):
             raise
         raise StreamerError(
-            f"the reference server needs {missing}: pip install 'streamer[serve]'"
+            f"the reference server needs {missing}: install streamer with its extra, as '.[serve]'"
         ) from error
     return run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from streamer.cli._output import on_terminal, print_table
+from streamer.cli._torch import import_torch
 
 
 def sources() -> None:
@@ -13,6 +14,7 @@ def sources() -> None:
     In a pipe a source is a line: scheme, summary, plugin, distribution, with
     tabs between. A broken plugin has ! for a scheme and its error for a summary.
     """
+    import_torch()
     from streamer.registry import default_registry
 
     registry = default_registry()

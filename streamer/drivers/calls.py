@@ -8,7 +8,7 @@ import inspect
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from typing import Any, Protocol
 
@@ -33,8 +33,8 @@ class Calls(Protocol):
     def has(self, method: str) -> bool:
         """Whether the engine has this method."""
 
-    def parameters(self, method: str) -> tuple[str, ...]:
-        """The names of its parameters; none if they cannot be told."""
+    def parameters(self, method: str) -> Sequence[inspect.Parameter] | None:
+        """Its parameters; None if they cannot be told."""
 
     def request(self, key: str, value: dict[str, Any]) -> Any:
         """What a parameter called ``request`` is given."""
@@ -90,11 +90,11 @@ class LocalCalls:
     def has(self, method: str) -> bool:
         return callable(getattr(self._target, method, None))
 
-    def parameters(self, method: str) -> tuple[str, ...]:
+    def parameters(self, method: str) -> Sequence[inspect.Parameter] | None:
         try:
-            return tuple(inspect.signature(getattr(self._target, method)).parameters)
+            return tuple(inspect.signature(getattr(self._target, method)).parameters.values())
         except (TypeError, ValueError):
-            return ()
+            return None
 
     def request(self, key: str, value: dict[str, Any]) -> Any:
         return Request({key: value})
@@ -175,6 +175,17 @@ class LocalCalls:
     def close(self) -> None:
         self.cancel()
         self._jobs.put(None)
+
+
+def takes(parameters: Sequence[inspect.Parameter] | None, name: str) -> bool | None:
+    """Whether ``name`` can be given by keyword, to ``**kwargs`` too; None if it cannot be told."""
+    if parameters is None:
+        return None
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return any(
+        one.kind is inspect.Parameter.VAR_KEYWORD or (one.name == name and one.kind in named)
+        for one in parameters
+    )
 
 
 async def _awaiting(result: Any) -> Any:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 METHODS = (
     "init_weight_transfer_engine",
     "start_weight_update",
@@ -37,7 +39,7 @@ class EngineLike(Protocol):
 
     @property
     def finish_weight_update(self) -> Callable[..., Any]:
-        """Close the update. Given the weight version if it takes one."""
+        """Close the update. Given ``weight_version`` if it takes a parameter of this name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class Engine:
     name: str = ""
     world_size: int | None = None
     backend: str | None = None
-    device: str | None = None
+    device: str | torch.device | None = None
     loop: asyncio.AbstractEventLoop | None = None
 
 

@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
+import torch
+
 from streamer.drivers.base import ServerInfo
-from streamer.drivers.calls import Calls
+from streamer.drivers.calls import Calls, takes
 from streamer.drivers.engine import Engine
 from streamer.drivers.vllm import VllmDriver
 from streamer.drivers.vllm_info import check_engine
@@ -82,19 +84,19 @@ class EngineClient:
         self._give("update_weights", timeout, "update_info", update_info)
 
     def _give(self, method: str, timeout: float | None, key: str, value: dict[str, Any]) -> None:
-        names = self.calls.parameters(method)
-        as_request = bool(names) and names[0] == "request"
+        parameters = self.calls.parameters(method) or ()
+        as_request = [one.name for one in parameters][:1] == ["request"]
         self.call(method, timeout, self.calls.request(key, value) if as_request else value)
 
     def _start(self, timeout: float | None) -> None:
         self.call("start_weight_update", timeout)
 
     def _finish(self, timeout: float | None, weight_version: str | None) -> None:
-        method = "finish_weight_update"
+        method, name = "finish_weight_update", "weight_version"
         if weight_version is None:
             self.call(method, timeout)
-        elif self.calls.parameters(method):
-            self.call(method, timeout, weight_version)
+        elif takes(self.calls.parameters(method), name):
+            self.call(method, timeout, **{name: weight_version})
             self._version = weight_version
         else:
             self.call(method, timeout)
@@ -122,8 +124,7 @@ class EngineClient:
 
     def _pause(self, timeout: float | None, mode: str) -> None:
         if self.calls.has("pause_generation"):
-            names = self.calls.parameters("pause_generation")
-            self.call("pause_generation", timeout, **({"mode": mode} if "mode" in names else {}))
+            self._call_with("pause_generation", timeout, "mode", mode)
         self._paused = True
 
     def _is_paused(self, timeout: float | None) -> dict[str, Any]:
@@ -137,11 +138,13 @@ class EngineClient:
         self._paused = False
 
     def _reset_prefix_cache(self, timeout: float | None, reset_running_requests: str) -> None:
-        method = "reset_prefix_cache"
-        if self.calls.has(method):
-            running = "reset_running_requests"
-            also = {running: True} if running in self.calls.parameters(method) else {}
-            self.call(method, timeout, **also)
+        if self.calls.has("reset_prefix_cache"):
+            self._call_with("reset_prefix_cache", timeout, "reset_running_requests", True)
+
+    def _call_with(self, method: str, timeout: float | None, key: str, value: object) -> None:
+        """One call with an argument, left out only where the method is known not to take it."""
+        without = takes(self.calls.parameters(method), key) is False
+        self.call(method, timeout, **({} if without else {key: value}))
 
 
 class ObjectDriver(VllmDriver):
@@ -178,18 +181,24 @@ class ObjectDriver(VllmDriver):
         check_engine(self.url, backend)
         device = self._engine.device or self._said("device")
         device = device or getattr(getattr(config, "device_config", None), "device", "cuda")
+        kind = str(device).partition(":")[0]
+        if kind not in ("cuda", "cpu"):
+            raise UsageError(
+                f"{self.url} has workers on {device!r:.50}, not on cuda or cpu: "
+                f"{_NAMED.format('device')}"
+            )
         return ServerInfo(
             self.url,
             _vllm_version(self._engine.target),
             self._world_size(config),
             str(backend),
-            str(device).partition(":")[0],
+            kind,
             towards=self._calls.towards,
         )
 
     def _said(self, attribute: str) -> str | None:
         value = getattr(self._engine.target, attribute, None)
-        return value if isinstance(value, str) else None
+        return str(value) if isinstance(value, str | torch.device) else None
 
     def _world_size(self, config: object) -> int:
         found: object = self._engine.world_size

@@ -5,8 +5,10 @@ Imported only where a handle of an actor is given; it needs the extra ``streamer
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,10 +37,11 @@ class RayCalls:
     def has(self, method: str) -> bool:
         return hasattr(self._handle, method)
 
-    def parameters(self, method: str) -> tuple[str, ...]:
-        known = getattr(self._handle, "_ray_method_signatures", {}).get(method, ())
-        names = (str(parameter.name) for parameter in known)
-        return tuple(name for name in names if not name.startswith("_ray"))
+    def parameters(self, method: str) -> Sequence[inspect.Parameter] | None:
+        known = getattr(self._handle, "_ray_method_signatures", {}).get(method)
+        if known is None:
+            return None
+        return [one for one in known if not one.name.startswith("_ray")]
 
     def request(self, key: str, value: dict[str, Any]) -> Any:
         """Nothing of ours: the actor may be without streamer."""
@@ -64,6 +67,8 @@ class RayCalls:
         except ray.exceptions.RayError as error:
             said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise ServerUnreachable(f"{what}: {said} Is the actor alive?") from error
+        except TypeError as error:  # the method does not take these arguments, or Ray cannot
+            raise refusal(what, error) from error
 
     def cancel(self) -> None:
         with self._lock:

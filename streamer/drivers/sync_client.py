@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlencode
 
 from streamer.drivers.http import HttpClient
-from streamer.exceptions import UsageError
+from streamer.exceptions import UsageError, one_line
 from streamer.trace import Trace
 
 
@@ -18,7 +20,8 @@ class WeightSyncClient:
     password in ``url`` appear in an error. ``ca_bundle`` and ``trust_env`` are those of `connect`.
 
     Every method blocks until the server has answered, from any thread. Raises `ServerRefused`,
-    `ServerUnreachable`, `IncompatibleServer` or `DeadlineExceeded`.
+    `ServerUnreachable`, `IncompatibleServer` or `DeadlineExceeded`, and `UsageError` for what is
+    not JSON: memory handles of CUDA go to no other host.
     """
 
     def __init__(
@@ -31,6 +34,8 @@ class WeightSyncClient:
         trust_env: bool = False,
         trace: Trace | None = None,
     ) -> None:
+        if headers and not all(isinstance(one, str) for one in [*headers, *headers.values()]):
+            raise UsageError("headers must be texts by name")
         if not timeout > 0:
             raise UsageError(f"timeout must be a time in seconds, not {timeout:g}")
         self._timeout = timeout
@@ -57,14 +62,8 @@ class WeightSyncClient:
         self._post("/start_weight_update")
 
     def update_weights(self, update_info: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Have the workers receive; returns when they have.
-
-        Raises `UsageError` for what is not JSON: memory handles of CUDA go to no other host.
-        """
-        try:
-            self._post("/update_weights", {"update_info": update_info})
-        except TypeError as error:
-            raise UsageError(f"this update_info cannot go over HTTP: {error}") from error
+        """Have the workers receive; returns when they have."""
+        self._post("/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Close the update, and name the weights if a name is given."""
@@ -85,7 +84,7 @@ class WeightSyncClient:
 
     def pause_generation(self, mode: str = "keep") -> None:
         """Stop generating; ``keep`` has requests wait, ``wait`` ends them first, ``abort`` cuts."""
-        self._post(f"/pause?mode={mode}")
+        self._post("/pause?" + urlencode({"mode": mode}))
 
     def resume_generation(self) -> None:
         """Go on generating."""
@@ -105,4 +104,9 @@ class WeightSyncClient:
         self._http.cancel()
 
     def _post(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+        for key, value in (body or {}).items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise UsageError(f"this {key} cannot go over HTTP: {one_line(error)}") from error
         self._http.post(path, body, self._timeout)

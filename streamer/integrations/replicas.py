@@ -40,6 +40,10 @@ class Replicas(WeightSource):
         for spec in self._inner.specs():
             yield spec.name, _Unread()
 
+    def progress(self) -> int:
+        """See `WeightSource.progress`."""
+        return self._inner.progress()
+
     def close(self) -> None:
         """Close the source inside."""
         self._inner.close()

@@ -73,8 +73,9 @@ class StreamerCallback(TrainerCallback):
         another dtype, ``lambda model: streamer.cast(model, "bfloat16")``.
 
         ``on_error="raise"`` ends the training with the `StreamerError` of a push, and at the start
-        if a server cannot be joined. ``"warn"`` logs it, trains on, and tries again at the next
-        push; a server that was left in the middle of an update answers nothing until then.
+        if a server cannot be joined, which several ranks only see at their first push.
+        ``"warn"`` logs it, trains on, and tries again at the next push; a server that was left in
+        the middle of an update answers nothing until then.
 
         Raises `UsageError` for an argument that cannot be right.
         """

@@ -1,6 +1,6 @@
 """The engine that runs inside a vLLM server, started with the backend ``streamer``.
 
-    pip install streamer            # beside vLLM
+    pip install .                   # in a checkout of streamer, into vLLM's environment
     vllm serve MODEL --weight-transfer-config '{"backend": "streamer"}'
 
 It receives over NCCL on GPUs and over Gloo on CPUs, where vLLM itself has no engine. When the

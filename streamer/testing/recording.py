@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from streamer.broadcast.staging import as_bytes, as_memoryview
-from streamer.source import DeferredTensor, TensorSpec, WeightSource
+from streamer.exceptions import SourceError
+from streamer.source import DeferredTensor, TensorSpec, WeightSource, check_sendable
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,10 @@ def recorded(index: int, pair: object, declared: Mapping[str, TensorSpec]) -> Re
     assert isinstance(pair, tuple)
     name, payload = pair
     if isinstance(payload, torch.Tensor):
+        try:
+            check_sendable(name, payload)
+        except SourceError as error:
+            raise AssertionError(str(error)) from error
         spec = TensorSpec(name, payload.dtype, tuple(payload.shape))
         return Recorded(spec, bytes_of(payload), deferred=False)
     assert isinstance(payload, DeferredTensor), (

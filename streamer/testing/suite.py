@@ -25,13 +25,14 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any
 from unittest import mock
 
 import torch
 
 from streamer.exceptions import PluginError, StreamerError
+from streamer.ranks import Ranks
 from streamer.registry import Registry
 from streamer.source import TensorSpec, WeightSource
 from streamer.testing.checks import (
@@ -95,6 +96,19 @@ class SourceSuite:
             other = names.setdefault(spec.name, spec)
             assert other is spec, f"two tensors are called {spec.name}: {other} and {spec}"
         same_specs(specs, again, "specs() said {}, then {}")
+
+    def test_what_it_says_of_itself(self, tmp_path: Path) -> None:
+        """``weight_version``, ``ranks``, ``lasting`` and ``progress()`` are of their types."""
+        with self._opened(tmp_path) as source:
+            said: list[tuple[str, object, tuple[type, ...]]] = [
+                ("weight_version", source.weight_version, (str, NoneType)),
+                ("ranks", source.ranks, (Ranks, NoneType)),
+                ("lasting", source.lasting, (bool,)),
+                ("progress()", source.progress(), (int,)),
+            ]
+        for what, value, kinds in said:
+            names = " or ".join(kind.__name__ for kind in kinds)
+            assert isinstance(value, kinds), f"{what} is {value!r:.100}, not {names}"
 
     def test_specs_move_no_data(self, tmp_path: Path) -> None:
         """It neither iterates nor reads or makes as much as half of the weights."""
@@ -177,6 +191,20 @@ class SourceSuite:
                         f"once that is dropped: {in_words(error)}"
                     ) from error
         same_recordings(kept, dropped, "{} while payloads are kept, {} once they are dropped")
+
+    def test_lasting(self, tmp_path: Path) -> None:
+        """If it says that it is lasting, what it yields is as right at the end as when it came."""
+        with self._opened(tmp_path) as source:
+            if not source.lasting:
+                return
+            declared = {spec.name: spec for spec in source.specs()}
+            whole: list[Recorded] = []
+            pairs: list[object] = []
+            for index, pair in enumerate(source):
+                whole.append(recorded(index, pair, declared))
+                pairs.append(pair)
+            kept = [recorded(index, pair, declared) for index, pair in enumerate(pairs)]
+        same_recordings(whole, kept, "{} when it came, {} at the end, and it says it is lasting")
 
     def test_deferred_tensors(self, tmp_path: Path) -> None:
         """Any part of one can be read, by several threads at once, after the iterator moved on."""

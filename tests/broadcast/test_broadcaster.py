@@ -820,6 +820,16 @@ def test_a_source_that_stands_still_is_not_waited_for(rig, deferred, where):
         one.sync(Slow(deferred, 0, where))
 
 
+def test_the_tensor_that_did_not_come_is_named(rig, make_source):
+    def on_step(index):
+        if index == 2:
+            time.sleep(1.0)
+
+    one = rig(buffer_size=1000, progress=0.3)  # all are in one chunk
+    with pytest.raises(DeadlineExceeded, match=r"did not go on for 0\.3 s, at c$"):
+        one.sync(make_source({name: torch.ones(2) for name in "abcd"}, on_step=on_step))
+
+
 @pytest.mark.parametrize("where", ["iterating", "reading"])
 def test_a_source_whose_progress_fails_has_failed(rig, make_source, deferred, where):
     """The stream is completed, and the next sync goes over the same group."""

@@ -249,6 +249,32 @@ def test_options_reach_the_source_which_is_closed(
     assert server.holds({"w": torch.arange(3.0)})
 
 
+@pytest.mark.parametrize("command", [("push", "--to"), ("doctor", "--to"), ("plan",)])
+def test_no_cache_is_for_sources_that_have_one(
+    invoke: Callable[..., Any], server: Any, registry: Registry, opened: list[Source], command: Any
+) -> None:
+    given: list[dict[str, str]] = []
+
+    class Plugin:
+        @hookimpl
+        def streamer_register_sources(self, register: Register) -> None:
+            def open_it(rest: str, *, no_cache: str = "") -> Source:
+                given.append({"no_cache": no_cache})
+                return Source({})
+
+            register("hub", open_it)
+
+    registry.add(Plugin(), "hub")
+    name, *to = command
+    to = [*to, *[server.url] * bool(to)]
+    assert invoke(name, "hub://x", *to, "--no-cache").code == 0
+    assert given == [{"no_cache": "true"}]
+    ended = invoke(name, "mine://x", *to, "--no-cache")
+    assert ended.code
+    assert "--no-cache: this source has no cache; leave it out" in ended.stdout + ended.stderr
+    assert opened == []
+
+
 def test_a_version_that_the_server_has_is_not_pushed_again_unless_forced(
     invoke: Callable[..., Any], server: Any, opened: list[Source]
 ) -> None:

@@ -173,7 +173,8 @@ def test_without_the_extra_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, missing, None)
     ended = invoke(command)
     assert ended.code == 1
-    assert ended.error == f"the reference server needs {missing}: pip install 'streamer[serve]'"
+    says = f"the reference server needs {missing}: install streamer with its extra, as '.[serve]'"
+    assert ended.error == says
 
 
 def test_more_workers_than_gpus(

@@ -197,6 +197,85 @@ def test_what_an_engine_does_not_tell_has_to_be_given(make_engine, given, said):
         streamer.connect(Engine(make_engine(Bare), **given))
 
 
+class Wrapper:
+    """Passes every call on, as instrumentation does, and notes the keywords."""
+
+    backend, device = "streamer", "cpu"
+
+    def __init__(self, workers):
+        self.inner = LocalEngine(workers)
+        self.inner.reset_prefix_cache = lambda reset_running_requests=False: None
+        self.given = {}
+
+    def __getattr__(self, name):
+        method = getattr(self.inner, name)
+        if not callable(method):
+            return method
+
+        def wrapped(*args, **kwargs):
+            self.given[name] = kwargs
+            return method(*args, **kwargs)
+
+        return wrapped
+
+
+class Untold(Wrapper):
+    """As `Wrapper`, with methods that have no signature, as some of compiled code."""
+
+    def __getattr__(self, name):
+        method = super().__getattr__(name)
+        if callable(method):
+            method.__signature__ = "none"
+        return method
+
+
+@pytest.mark.parametrize("kind", [Wrapper, Untold])
+def test_a_wrapper_is_given_what_the_engine_takes(make_engine, make_source, weights, holds, kind):
+    engine = make_engine(kind)
+    streamer.push(make_source(weights()), to=engine, pause="keep", weight_version="v")
+    assert engine.given["pause_generation"] == {"mode": "keep"}
+    assert engine.given["reset_prefix_cache"] == {"reset_running_requests": True}
+    assert engine.inner.get_weight_version() == "v"
+    assert holds(engine, weights())
+
+
+class KeywordOnly(LocalEngine):
+    def finish_weight_update(self, *, weight_version=None):
+        super().finish_weight_update(weight_version)
+
+
+class Other(LocalEngine):
+    def finish_weight_update(self, timeout=30.0):
+        assert timeout == 30.0
+        super().finish_weight_update()
+
+
+@pytest.mark.parametrize("kind", [KeywordOnly, Other])
+def test_only_a_parameter_of_that_name_is_given_the_version(
+    make_engine, make_source, weights, kind
+):
+    engine = make_engine(kind)
+    streamer.push(make_source(weights()), to=engine, weight_version="v1")
+    assert engine.get_weight_version() == "v1"
+
+
+@pytest.mark.parametrize("where", ["attribute", "given"])
+def test_the_device_of_an_engine_may_be_torch_s(make_engine, make_source, weights, holds, where):
+    bare, device = make_engine(Bare), torch.device("cpu")
+    bare.device = device if where == "attribute" else None
+    engine = Engine(
+        bare, world_size=1, backend="streamer", device=device if where == "given" else None
+    )
+    streamer.push(make_source(weights()), to=engine)
+    assert holds(bare, weights())
+
+
+@pytest.mark.parametrize("device", ["CPU", "gpu", torch.device("meta")])
+def test_a_device_that_no_engine_has(make_engine, device):
+    with pytest.raises(UsageError, match=rf"{device}.*, not on cuda or cpu: give .*device="):
+        streamer.connect(Engine(make_engine(), device=device))
+
+
 @pytest.mark.parametrize("to", [object(), [object()], 3, Engine(None)])
 def test_what_is_no_server(to):
     with pytest.raises(UsageError, match=r"is no server.*it has no init_weight_transfer_engine"):

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import torch
@@ -129,9 +130,35 @@ def test_a_call_can_be_cancelled(fake_server, reply):
 
 
 def test_what_is_no_json_is_refused_before_it_is_sent(fake_server):
-    with pytest.raises(UsageError, match="cannot go over HTTP"):
-        WeightSyncClient(fake_server.url).update_weights({"ipc_handles": [object()]})
+    client = WeightSyncClient(fake_server.url)
+    with pytest.raises(UsageError, match="this update_info cannot go over HTTP"):
+        client.update_weights({"ipc_handles": [object()]})
+    with pytest.raises(UsageError, match="this init_info cannot go over HTTP"):
+        client.init_weight_transfer_engine({"ranks": {1, 2}})
+    with pytest.raises(UsageError, match="this weight_version cannot go over HTTP"):
+        client.finish_weight_update(torch.float32)
+    circular = {}
+    circular["names"] = circular
+    with pytest.raises(UsageError, match="this update_info cannot go over HTTP: Circular"):
+        client.update_weights(circular)
     assert fake_server.calls == []
+
+
+def test_a_mode_is_quoted(fake_server, reply):
+    fake_server.routes["POST /pause"] = reply("no such mode", 400)
+    for mode in ("keep me", "keep&clear_cache=false"):
+        with pytest.raises(ServerRefused, match="400 no such mode"):
+            WeightSyncClient(fake_server.url).pause_generation(mode)
+    assert [parse_qs(urlsplit(call.path).query) for call in fake_server.calls] == [
+        {"mode": ["keep me"]},
+        {"mode": ["keep&clear_cache=false"]},
+    ]
+
+
+@pytest.mark.parametrize("headers", [{"X-Token": None}, {3: "x"}])
+def test_headers_that_are_no_texts(headers):
+    with pytest.raises(UsageError, match="headers must be texts by name"):
+        WeightSyncClient("localhost:8000", headers=headers)
 
 
 def test_a_timeout_that_is_none():

@@ -170,6 +170,38 @@ def test_an_actor_that_raises_is_named_and_ends_the_push(
     assert holds(bad, weights(2))
 
 
+def test_an_actor_that_does_not_take_the_argument_refuses(start_actor, make_source, weights):
+    class KeywordOnly(Actor):
+        def update_weights(self, *, update_info):
+            raise AssertionError
+
+    actor = start_actor(KeywordOnly)
+    with pytest.raises(ServerRefused, match=r"update_weights: TypeError: too many pos") as caught:
+        streamer.push(make_source(weights(0)), to=on_cpu(actor), **OPTIONS)
+    assert repr(actor) in caught.value.held
+
+
+def test_an_actor_that_passes_calls_on_is_given_what_the_engine_takes(
+    start_actor, make_source, weights
+):
+    class Wrapper(Actor):
+        def pause_generation(self, *args, **kwargs):
+            self.paused_with = kwargs
+            super().pause_generation(*args, **kwargs)
+
+        def finish_weight_update(self, *, weight_version=None):
+            super().finish_weight_update(weight_version)
+
+        def get_paused_with(self):
+            return self.paused_with
+
+    actor = start_actor(Wrapper)
+    to = on_cpu(actor)
+    streamer.push(make_source(weights(0)), to=to, pause="keep", weight_version="v", **OPTIONS)
+    assert ray.get(actor.get_paused_with.remote()) == {"mode": "keep"}
+    assert state(actor) == ["v", False]
+
+
 def test_an_actor_that_dies_is_named_and_the_others_go_on(start_actor, make_source, weights, holds):
     good, bad = start_actor(Actor), start_actor(Actor)
     with streamer.connect(on_cpu(good, bad), **OPTIONS) as session:

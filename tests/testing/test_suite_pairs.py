@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from acme import WEIGHTS, Right, Suite, outcome
+from acme import WEIGHTS, Right, Suite, outcome, suite_of
 
 from streamer import TensorSpec, WeightSource
 
@@ -174,6 +174,23 @@ class NeedsItsPayloads(Right):
             yield pair.pop()
 
 
+class NotLasting(Right):
+    lasting = True
+
+
+class VersionIsANumber(Right):
+    weight_version = 7  # type: ignore[assignment]
+
+
+class RanksAreAText(Right):
+    ranks = "all"  # type: ignore[assignment]
+
+
+class OneIsSparse(Changed):
+    def change(self, name: str, payload: Any) -> tuple[str, Any]:
+        return name, payload.to_sparse() if name == "z" else payload
+
+
 WRONG: list[tuple[type[WeightSource], tuple[str, ...], str]] = [
     (OneNameTwice, ("specs_are_sound",), r"called m: m bfloat16\[\] and m bfloat16\[\]$"),
     (ShapeIsAList, ("specs_are_sound",), r"^z: the shape is \[4, 6\], a list, not a tuple"),
@@ -211,6 +228,13 @@ WRONG: list[tuple[type[WeightSource], tuple[str, ...], str]] = [
         ("replay",),
         r"^z, element \[0, 0\]: 0.0 the first time, 1.0 the second time$",
     ),
+    (
+        NotLasting,
+        ("lasting", "broadcast_packed"),
+        r"^z, element \[0, 0\]: 0.0 when it came, .* says it is lasting$",
+    ),
+    (VersionIsANumber, ("what_it_says_of_itself",), r"^weight_version is 7, not str or NoneType$"),
+    (RanksAreAText, ("what_it_says_of_itself",), r"^ranks is 'all', not Ranks or NoneType$"),
     (NeedsItsPayloads, ("borrowed_memory",), r"^m: it comes if .*: the last tensor is gone$"),
 ]
 
@@ -225,6 +249,12 @@ def test_a_wrong_source_fails_there_and_nowhere_else(
     message: str,
 ) -> None:
     fails_only(wrong, checks, message)
+
+
+def test_a_sparse_tensor_is_named(tmp_path: Path, install: Callable[..., None]) -> None:
+    install(OneIsSparse)
+    failed = outcome(suite_of(OneIsSparse), tmp_path)
+    assert failed["values"] == "z has the layout torch.sparse_coo: make it dense, with to_dense()"
 
 
 def test_a_right_source_passes(tmp_path: Path, install: Callable[..., None]) -> None:

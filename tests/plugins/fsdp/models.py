@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -280,6 +281,35 @@ def transformed(ranks: int) -> Any:
     return source, expected
 
 
+@dataclass
+class ParamMeta:
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class VllmSource:
+    """As vLLM 0.32 has it: iterating is a collective, which every rank comes to."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def metadata(self) -> list[ParamMeta]:
+        named = self.module.named_parameters()
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
+
+    def held_names(self) -> set[str] | None:
+        return None if dist.get_rank() == 0 else set()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.module.named_parameters():
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def vllm(ranks: int) -> Any:
+    return VllmSource(shard(make())), dict(make().named_parameters())
+
+
 KINDS: dict[str, Callable[[int], Any]] = {
     function.__name__: function
     for function in (
@@ -298,5 +328,6 @@ KINDS: dict[str, Callable[[int], Any]] = {
         fsdp1_flat,
         fsdp1_tied_first,
         transformed,
+        vllm,
     )
 }

@@ -144,6 +144,8 @@ def test_a_rank_that_does_not_come(fails: Any, server: Any, who: int) -> None:
         (0, "connect", "UsageError: not a server URL: ftp://host"),
         (0, "version", "UsageError: a weight version is a text, not ''"),
         (2, "version", "UsageError: a weight version is a text, not ''"),
+        (0, "closed", "UsageError: the session is closed: connect again"),
+        (1, "closed", "UsageError: the session is closed: connect again"),
     ],
 )
 def test_a_rank_that_fails_before_it_has_a_source(

@@ -43,6 +43,7 @@ def test_training(trainer: Any, server: Any, arrived: Arrived, ranks: int, packe
         ("fsdp1_flat", 3),
         ("fsdp1_tied_first", 2),
         ("transformed", 3),
+        ("vllm", 3),
     ],
 )
 def test_values_are_those_of_the_unsharded_model(

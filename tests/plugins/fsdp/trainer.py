@@ -180,7 +180,11 @@ def fails(
         url = "ftp://host"
     if rank == who and how == "version":
         options["weight_version"] = ""
-    if how == "absent" and rank == who:
+    if how == "closed" and rank == who:
+        session = streamer.connect(url if rank == 0 else None, timeouts=timeouts)
+        session.close()
+        failure = attempt(lambda: session.push(source))
+    elif how == "absent" and rank == who:
         failure = {"error": None}
         time.sleep(4)
     else:

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,9 +33,16 @@ def hub() -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def _alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No login, cache or proxy of whoever runs the tests; no long waits before the next try."""
+    """No login, cache, folder or proxy of whoever runs the tests; no long waits before the next
+    try."""
     for name in [name for name in os.environ if re.match(r"HF_|.*_proxy$", name, re.IGNORECASE)]:
         monkeypatch.delenv(name)
+    for name in ("HOME", "XDG_CACHE_HOME", "TMPDIR", "HF_HOME"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    for name in ("HF_HOME", "HF_ASSETS_CACHE", "HF_XET_CACHE"):
+        monkeypatch.setattr(constants, name, str(tmp_path / name), raising=False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "default-cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -220,6 +220,26 @@ class TestOffline:
         assert contents(open_hub("org/name@feat/x")) == model.raw
         assert hub.asked == []
 
+    @pytest.mark.parametrize("how", ["opened", "broken off", "read"])
+    def test_a_branch_that_has_moved_since(
+        self, hub, model, cache, publish, make_model, open_hub, contents, monkeypatch, how
+    ):
+        """The commit before it is of use until all of the new one is there."""
+        cache(*model.weights, "model.safetensors.index.json")
+        moved = make_model(3)
+        publish(moved.files)
+        with monkeypatch.context() as online:
+            online.setattr(constants, "HF_HUB_OFFLINE", False)
+            source = open_hub("org/name")
+            if how == "read":
+                contents(source)
+            elif how == "broken off":
+                pairs = iter(source)
+                next(pairs)
+                pairs.close()
+        expected = moved if how == "read" else model
+        assert contents(open_hub("org/name")) == expected.raw
+
     @pytest.mark.parametrize("rest", ["org/name", "org/name@v1.0", f"org/name@{'0' * 40}"])
     def test_nothing_in_the_cache(self, hub, open_hub, rest):
         with pytest.raises(SourceError, match=r"HF_HUB_OFFLINE is set, and .* the cache"):

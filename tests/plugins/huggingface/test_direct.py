@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import resource
+import sys
 import threading
 import time
 from pathlib import Path
@@ -47,6 +50,17 @@ class TestRead:
         assert [spec.name for spec in direct.specs()] == list(model.tensors)
         assert contents(direct) == model.raw
         assert files_below(tmp_path) == []
+
+    def test_nothing_can_be_written_to_disk_meanwhile(self, model, open_hub, contents, monkeypatch):
+        """Not even for a moment: with this limit to a file's size every write to one fails."""
+        monkeypatch.setattr(sys, "stderr", io.StringIO())  # which pytest may have made a file
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            found = contents(open_hub("org/name", no_cache=True))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert found == model.raw
 
     def test_each_weight_byte_is_sent_once(self, hub, model, direct, contents):
         hub.clear()
@@ -217,6 +231,13 @@ class TestFilesThatChange:
         hub.fault(weights, times=9, **fault)
         with pytest.raises(SourceError, match=rf"model-00001.* changed while.* {expected}"):
             first(direct).read_into(memoryview(bytearray(4)), 0, 4)
+
+    def test_while_it_is_opened(self, hub, model, open_hub):
+        long = lambda each: each.host == "cdn" and each.headers["Range"] != "bytes=0-63"  # noqa: E731
+        hub.fault(long, times=9, change=lambda data: data + b"x")
+        with pytest.raises(SourceError, match="changed while it was read") as caught:
+            open_hub("org/name", no_cache=True)
+        assert str(caught.value).count("hf://org/name@main: ") == 1
 
     def test_its_etag(self, hub, direct):
         hub.etag_suffix = "-other"

@@ -7,6 +7,9 @@ import itertools
 import time
 
 import pytest
+import torch
+from safetensors.torch import save
+from streamer_huggingface import retry
 
 import streamer
 from streamer import SourceError
@@ -65,6 +68,57 @@ def test_a_link_may_be_slow(hub, publish, make_model, open_hub, server, no_cache
     report = streamer.push(source, server.url, timeouts=streamer.Timeouts(20, patience))
     assert report.seconds.update > 1.5 * patience
     assert holds(server, model)
+
+
+@pytest.mark.parametrize("no_cache", [True, False], ids=["no_cache", "cache"])
+class TestTheSameWeights:
+    """What a server has already, and what only looks like it."""
+
+    def test_another_folder_of_the_commit_is_not_it(self, publish, open_hub, server, no_cache):
+        steps = {f"step-{n}": {"w": torch.full((4,), float(n))} for n in (100, 200)}
+        files = {f"{name}/model.safetensors": save(state) for name, state in steps.items()}
+        commit = publish(files)
+        for name, state in steps.items():
+            place = f"org/name/{name}"
+            for rest in (place, f"{place}/model.safetensors"):
+                source = open_hub(rest, no_cache=no_cache)
+                report = streamer.push(source, server.url)
+                assert report.tensors == 1
+                assert report.weight_version == f"{commit}:{rest.removeprefix('org/name/')}"
+                assert server.holds(state)
+            assert streamer.push(source, server.url).tensors == 0
+
+    def test_nor_what_is_changed_on_the_way(self, model, open_hub, server, no_cache):
+        source = open_hub("org/name", no_cache=no_cache)
+        assert streamer.push(source, server.url, force=True).tensors == len(model.tensors)
+        assert streamer.push(source, server.url).tensors == 0
+        for changed in (streamer.rename(source, "^", "x."), streamer.cast(source, "float32")):
+            assert streamer.push(changed, server.url).tensors == len(model.tensors)
+
+
+@pytest.mark.parametrize("no_cache", [True, False], ids=["no_cache", "cache"])
+def test_a_wait_that_the_hub_asks_for_is_no_standstill(hub, model, open_hub, server, no_cache):
+    source = open_hub("org/name", no_cache=no_cache)
+    digest = hashlib.sha256(model.files[model.weights[1]]).hexdigest()
+    hub.fault(lambda each: digest in each.path, status=429, headers={"Retry-After": "5"})
+    report = streamer.push(source, server.url, timeouts=streamer.Timeouts(20, 1.5), force=True)
+    assert report.seconds.update > 5
+    assert holds(server, model)
+
+
+def test_a_wait_counts_until_it_should_be_over(monkeypatch):
+    told = retry.ToldWaits()
+
+    def at(second: float) -> int:
+        with monkeypatch.context() as clock:
+            clock.setattr(retry.time, "monotonic", lambda: second)
+            if second in waits:
+                told.add(waits[second])
+            return told.progress()
+
+    waits = {1000.0: 400, 1002.0: 3}
+    seen = [at(second) for second in (1000.0, 1001.0, 1002.0, 1004.0, 1005.0, 1006.0, 1400.0)]
+    assert seen == [0, 0, 1_002_000, 1_004_000, 1_005_000, 1_005_000, 1_005_000]
 
 
 class TestFailures:

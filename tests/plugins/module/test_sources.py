@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -157,6 +158,30 @@ def test_a_quantized_tensor_is_named(refused: Refused) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_layer_that_packs_its_weights_is_named(refused: Refused) -> None:
+    """It has no parameter to be found: the others would go out without it."""
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    message = refused(quantized)
+    assert message.startswith("1._packed_params is a torch.ao.nn.quantized.modules.linear.Linear")
+    assert message.endswith("packs its weights: push the module that it was quantized from")
+
+
+def test_what_zero_3_has_partitioned_is_refused(refused: Refused, sent: Sent, same: Same) -> None:
+    """Its parameters are empty, and of another shape, until they are gathered."""
+    model: Any = nn.Linear(3, 2)
+    whole = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    for index, parameter in enumerate(model.parameters()):
+        parameter.ds_id, parameter.ds_shape = index, parameter.shape
+        parameter.data = torch.empty(0)
+    for source in (model, model.state_dict(keep_vars=True), model.named_parameters):
+        assert refused(source).startswith("weight is partitioned by DeepSpeed ZeRO-3: use ZeRO-2")
+    for name, parameter in model.named_parameters():  # as inside of GatheredParameters
+        parameter.data = whole[name]
+    assert same(sent(model), whole)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_module_of_torchscript_is_refused(refused: Refused) -> None:
     module = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
@@ -186,7 +211,15 @@ def test_meta_is_told_before_the_server_is_touched(server: Any, make_model: Any)
 
 @pytest.mark.parametrize(
     "name",
-    ["layers.0.lora_A.default.weight", "a.lora_embedding_B", "base_model.model.lm_head.weight"],
+    [
+        "layers.0.lora_A.default.weight",
+        "a.lora_embedding_B",
+        "base_model.model.lm_head.weight",
+        "layers.0.up.base_layer.weight",
+        "base_layer.bias",
+        "score.modules_to_save.default.weight",
+        "score.original_module.weight",
+    ],
 )
 def test_adapters_are_no_weights(refused: Refused, name: str) -> None:
     """Case 32, however they come."""
@@ -202,7 +235,8 @@ def test_adapters_are_no_weights(refused: Refused, name: str) -> None:
         owner.register_buffer(last, tensor)
     for source in (state, module, list(state.items()), Vllm33(state)):
         assert refused(source).startswith(f"{name} belongs to an adapter, which no server takes")
-    assert streamer.open_source({"explora_lora.w": torch.ones(1)}).specs()
+    for plain in ("explora_lora.w", "base_layer.0.weight", "my_base_layer.weight"):
+        assert streamer.open_source({plain: torch.ones(1)}).specs()
 
 
 # State dicts
@@ -217,6 +251,31 @@ def test_a_state_dict_of_a_wrapped_model_has_plain_names(
     assert same(sent(wrapped, scheme="module", wrappers="keep"), wrapped)
     extra = {**state, "layers.0._extra_state": torch.ones(3)}
     assert same(sent(extra), state)
+
+
+class Lazy(UserDict[str, torch.Tensor]):
+    """Makes a tensor when it is asked for, in one memory for all."""
+
+    buffer = torch.empty(2)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.buffer.copy_(self.data[name])
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_mapping_may_make_its_tensors_in_one_memory(server: Any, packed: bool) -> None:
+    state = {f"lazy.{packed}.{index}": torch.full((2,), float(index)) for index in range(6)}
+    streamer.push(Lazy(state), to=server.url, packed=packed)
+    assert server.holds(state)
+
+
+def test_only_a_dict_is_trusted_to_hold_its_tensors() -> None:
+    state = {"a": torch.ones(2), "b": torch.ones(2)}
+    for mapping in (state, OrderedDict(state)):
+        assert streamer.open_source(mapping, scheme="module", tied="first").lasting
+    assert not streamer.open_source(Lazy(state)).lasting
+    with pytest.raises(UsageError, match="a Lazy takes no option tied"):
+        streamer.open_source(Lazy(state), scheme="module", tied="first")
 
 
 def test_what_is_no_state_dict_is_told(refused: Refused) -> None:
@@ -421,6 +480,17 @@ def test_a_rank_that_does_not_hold_all_cannot_send_all(refused: Refused) -> None
     assert "needs iter_full()" in refused(Vllm33Local(state))
     pieces = Vllm32(state, placements=(0, -1))
     assert refused(pieces).startswith("a comes in pieces, one of each rank: push the module")
+
+
+@pytest.mark.parametrize(
+    "metadata", [[("a", torch.float32, (1,))], {"format": "pt"}, 3, [ParamMeta("a", 0, 1)]]
+)
+def test_other_metadata_is_told(refused: Refused, metadata: object) -> None:
+    source: Any = Vllm33({"a": torch.ones(1)})
+    source.metadata = metadata
+    assert refused(source).startswith(
+        "the metadata of a Vllm33 must be entries with name, dtype and shape, as vLLM's ParamMeta: "
+    )
 
 
 def test_a_vllm_source_that_breaks_its_word_is_told(sent: Sent) -> None:

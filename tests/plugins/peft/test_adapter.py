@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,8 @@ def test_the_rest_of_an_adapter_says_how_square_matrices_lie(
 ) -> None:
     base, adapter, merged = saved(make_gpt2(), target_modules=["c_attn", "c_proj"])
     _edit(adapter, fan_in_fan_out=False)
-    assert agree(sent(AdapterSource(str(adapter), base)), merged, same)
+    with closing(AdapterSource(str(adapter), base)) as source:
+        assert agree(sent(source), merged, same)
 
 
 def test_a_base_is_anything(
@@ -160,6 +162,13 @@ def test_the_version_of_the_base_is_not_that_of_the_sum(
     assert base.closed == 0
 
 
+def test_a_base_may_be_slow(by_hand: Any, make_source: Any) -> None:
+    base = make_source(BASE)
+    base.progress = lambda: 17
+    with closing(AdapterSource(str(by_hand()), base)) as source:
+        assert source.progress() == 17
+
+
 def test_a_head_that_was_tied_is_warned_of(
     make_llama: Any, saved: Saved, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -186,7 +195,7 @@ def _edit(adapter: Path, **changes: Any) -> None:
     path = adapter / "adapter_config.json"
     content = json.loads(path.read_text())
     content.update(changes)
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content).replace("Infinity", "1e999"))
 
 
 @pytest.fixture
@@ -213,11 +222,13 @@ BASE = {"a.weight": torch.zeros(4, 6), "q.weight": torch.zeros(4, 6, dtype=torch
 
 
 def test_by_hand_it_works(by_hand: Any, sent: Sent) -> None:
-    found = sent(AdapterSource(str(by_hand(lora_alpha=3)), BASE))
+    with closing(AdapterSource(str(by_hand(lora_alpha=3)), BASE)) as source:
+        found = sent(source)
     assert torch.equal(found["a.weight"], torch.full((4, 6), 3.0))
     assert torch.equal(found["q.weight"], BASE["q.weight"])
     several = by_hand(lora_alpha=3, use_rslora=True, alpha_pattern={"b": 9, "[a]": 5})
-    found = sent(AdapterSource(str(several), BASE))
+    with closing(AdapterSource(str(several), BASE)) as source:
+        found = sent(source)
     assert torch.equal(found["a.weight"], torch.full((4, 6), 2.0) * (5 / 2**0.5))
 
 
@@ -233,6 +244,9 @@ def test_by_hand_it_works(by_hand: Any, sent: Sent) -> None:
         ({"use_of_tomorrow": True}, "use_of_tomorrow=True is nothing that can be merged here"),
         ({"r": 0}, "r is 0, not a number that can be right"),
         ({"lora_alpha": "8"}, "lora_alpha is '8', not a number"),
+        ({"lora_alpha": float("inf")}, "lora_alpha is inf, not a number that can be right"),
+        ({"lora_alpha": 10**400}, "lora_alpha is 10000.*, not a number that can be right"),
+        ({"alpha_pattern": {"a": float("inf")}}, "alpha_pattern is no object of positive numbers"),
         ({"rank_pattern": {"(": 3}}, r"rank_pattern: \( is no regular expression"),
         ({"alpha_pattern": {"a": -1}}, "alpha_pattern is no object of positive numbers"),
         ({"r": 3}, "a has rank 2 without DoRA, and the configuration says rank 3 without DoRA"),
@@ -254,6 +268,18 @@ def test_a_configuration_that_is_not_merged_here_is_told(
         (
             {"a.lora_B.weight": torch.ones(4, 3)},
             r"a has A \[2, 6\] and B \[4, 3\], which are no two",
+        ),
+        *(
+            (
+                {"a.lora_B.weight": torch.ones(4, 2).to(dtype)},
+                r"a\.lora_B\.weight \w+\[4, 2\] is no plain float, which a merge needs",
+            )
+            for dtype in (torch.int8, torch.float8_e4m3fn, torch.complex64)
+        ),
+        ({"a.lora_B.bias": torch.ones(4, dtype=torch.int8)}, r"int8\[4\] is no plain float"),
+        (
+            {"a.lora_B.weight": torch.ones(4, 2, dtype=torch.float64)},
+            "a has A in float32 and B in float64, which cannot be multiplied",
         ),
         ({"a.lora_A.weight": torch.ones(2, 6, 1, 1)}, r"A \[2, 6, 1, 1\] and B"),
         (
@@ -354,4 +380,5 @@ def test_another_scaling_would_be_noticed(
 ) -> None:
     base, adapter, merged = saved(make_llama(), target_modules=ALL)
     monkeypatch.setattr("streamer_peft.config.AdapterConfig.scaling_of", lambda *_: 1.01)
-    assert not agree(sent(AdapterSource(str(adapter), base)), merged, same)
+    with closing(AdapterSource(str(adapter), base)) as source:
+        assert not agree(sent(source), merged, same)

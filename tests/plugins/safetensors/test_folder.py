@@ -398,3 +398,17 @@ class TestHostileIndexes:
             assert set(origins(folder)) <= {"a", "b"}
         except SourceError as error:
             assert_one_line(error)
+
+
+@pytest.mark.parametrize(
+    "name", ["base_model.model.a.lora_A.weight", "a.base_layer.weight", "b.modules_to_save.x"]
+)
+def test_a_model_with_an_adapters_names_is_refused(tmp_path, refused, name):
+    """Case 32: as `save_file(model.state_dict())` of a PEFT model leaves it."""
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.ones(1), name: torch.ones(1)}, path)
+    assert refused(path) == (
+        f"tensor {name} in model.safetensors belongs to an adapter, which no server takes for "
+        "weights: merge it first, or save the adapter and push it over its base: "
+        "peft://ADAPTER?base=CHECKPOINT"
+    )
