@@ -133,7 +133,6 @@ class Group:
             self.transport,
             num_buffers=options.num_buffers,
             threads=options.threads,
-            progress_timeout=self._clock.timeouts.progress,
             trace=options.trace,
         )
 

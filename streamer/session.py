@@ -95,9 +95,6 @@ class Session:
         fails before, in `connect`, say, or in code of the trainer, is waited for by the others for
         the connect timeout.
         """
-        with announced(source):
-            if self._closed:
-                raise UsageError("the session is closed: connect again")
         with self._alone():
             return self._run(source, weight_version, force)
 
@@ -127,6 +124,8 @@ class Session:
         opened: WeightSource | None = None
         try:
             with announced(source), trace.span("open source"):
+                if self._closed:
+                    raise UsageError("the session is closed: connect again")
                 check_version(weight_version)
                 opened = open_source(source)
             ranks = ranks_of(opened)

@@ -200,6 +200,8 @@ def _end(tensor: torch.Tensor) -> int:
     """Bytes that the memory of a strided tensor must have."""
     if not tensor.numel():
         return 0
+    if tensor.is_contiguous():
+        return int(tensor.storage_offset() * tensor.itemsize + tensor.nbytes)
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
     return int(last + 1) * tensor.itemsize

@@ -120,18 +120,18 @@ class ChunkStream:
         if buffer is None:
             return None
         staged = _Staged(chunk, Fill(buffer))
-        together: list[tuple[TensorSpec, torch.Tensor, int]] = []
+        together: list[tuple[torch.Tensor, int]] = []
         with self._trace.span("stage", bytes=chunk.nbytes):
             for spec, offset in zip(chunk.specs, chunk.offsets, strict=True):
                 self._awaited = spec
                 payload = next(first)
                 if self._lasting and self._stage.is_small(payload):
                     assert isinstance(payload, torch.Tensor)
-                    together.append((spec, payload, offset))
+                    together.append((payload, offset))
                     continue
                 self._add(staged.fill, spec, payload, offset)
                 del payload  # borrowed until now: the next one may need the memory
-            self._add_all(staged.fill, together)
+            self._add_all(staged, together)
             self._reading.append(staged.fill)
             self._stage.submit(staged.fill, self._guard)
             while self._reading and self._reading[0].wait(0):
@@ -149,13 +149,14 @@ class ChunkStream:
                 f"{str(error).partition(chr(10))[0]}"
             ) from error
 
-    def _add_all(self, fill: Fill, found: list[tuple[TensorSpec, torch.Tensor, int]]) -> None:
+    def _add_all(self, staged: _Staged, found: list[tuple[torch.Tensor, int]]) -> None:
         try:
-            self._stage.add_all(fill, [(tensor, offset) for _, tensor, offset in found])
+            self._stage.add_all(staged.fill, found)
         except Exception:
             # It does not say at which one: one by one, the culprit is named.
-            for spec, tensor, offset in found:
-                self._add(fill, spec, tensor, offset)
+            specs = dict(zip(staged.chunk.offsets, staged.chunk.specs, strict=True))
+            for tensor, offset in found:
+                self._add(staged.fill, specs[offset], tensor, offset)
 
     def _lend(self, chunk: Chunk, tensor: torch.Tensor) -> _Staged | None:
         """Broadcast a borrowed device tensor where it is: wait until that is on the stream."""

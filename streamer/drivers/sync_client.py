@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
@@ -104,9 +103,8 @@ class WeightSyncClient:
         self._http.cancel()
 
     def _post(self, path: str, body: Mapping[str, Any] | None = None) -> None:
-        for key, value in (body or {}).items():
-            try:
-                json.dumps(value)
-            except (TypeError, ValueError) as error:
-                raise UsageError(f"this {key} cannot go over HTTP: {one_line(error)}") from error
-        self._http.post(path, body, self._timeout)
+        try:
+            self._http.post(path, body, self._timeout)
+        except (TypeError, ValueError) as error:  # of the body, which has one key
+            what = ", ".join(body or ())
+            raise UsageError(f"this {what} cannot go over HTTP: {one_line(error)}") from error

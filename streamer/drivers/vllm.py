@@ -343,10 +343,8 @@ class VllmDriver:
         """Whether the server says that its engine, or one of its workers, has died."""
         try:
             self._http.get("/health", _CLEAN_UP_SECONDS)
-        except ServerRefused as error:
-            return error.status == 503
-        except StreamerError:
-            pass  # vLLM's answer is empty where all is well, which is no JSON object
+        except StreamerError as error:
+            return isinstance(error, ServerRefused) and error.status == 503
         return False
 
     def _has_finished(self) -> bool:

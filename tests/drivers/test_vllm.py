@@ -165,6 +165,22 @@ def call_of(packed=True, specs=SPECS):
 MARK = f"{INCOMPLETE}v2"
 
 
+def commit_fails(one, vllm, path, text="no"):
+    """A sync of ``one`` that goes well until its commit calls ``path``."""
+    one.begin("v2")
+    one.update(call_of())
+    vllm.fail(path, 500, text)
+    with pytest.raises(ServerRefused, match=f"{path}: 500 {text}"):
+        one.commit("v2")
+
+
+def sync(one, version):
+    """One that goes well."""
+    one.begin(version)
+    one.update(call_of())
+    one.commit(version)
+
+
 def steps(vllm):
     """The POSTs so far, with what matters of their bodies."""
     found = []
@@ -215,9 +231,7 @@ def test_the_mode_of_pausing(driver, vllm, mode):
 def test_pausing_can_be_left_to_the_caller(driver, vllm):
     one = driver(pause="none")
     vllm.paused = True
-    one.begin("v2")
-    one.update(call_of())
-    one.commit("v2")
+    sync(one, "v2")
     assert not [step for step in steps(vllm) if "pause" in step or "resume" in step]
     assert vllm.paused
 
@@ -225,9 +239,7 @@ def test_pausing_can_be_left_to_the_caller(driver, vllm):
 def test_a_server_that_was_paused_stays_paused(driver, vllm):
     vllm.paused = True
     one = driver()
-    one.begin("v2")
-    one.update(call_of())
-    one.commit("v2")
+    sync(one, "v2")
     assert "/resume" not in steps(vllm)
     assert vllm.serves == ("v2", True, False)
 
@@ -485,9 +497,7 @@ def test_release_undoes_a_begin_that_failed(driver, vllm, path, status, paused):
             one.begin("v2")
     one.release()
     assert vllm.serves == ("default", paused, False)
-    one.begin("v3")
-    one.update(call_of())
-    one.commit("v3")
+    sync(one, "v3")
     assert vllm.serves == ("v3", paused, False)
 
 
@@ -515,9 +525,7 @@ def test_release_of_what_did_not_begin_does_nothing(driver, vllm):
     one = driver()
     one.release()
     assert vllm.fake.posts == []
-    one.begin("v2")
-    one.update(call_of())
-    one.commit("v2")
+    sync(one, "v2")
     one.release()
     assert vllm.serves == ("v2", False, False)
 
@@ -605,29 +613,19 @@ LEFT = "holds the new weights, but is marked incomplete and left paused: push ag
 def test_abandon_after_the_finish(driver, vllm, path):
     """The mark tells the next trainer that it was a sync, and not the user, that has paused it."""
     one = driver()
-    one.begin("v2")
-    one.update(call_of())
-    vllm.fail(path, 500, "no")
-    with pytest.raises(ServerRefused, match=f"{path}: 500 no"):
-        one.commit("v2")
+    commit_fails(one, vllm, path)
     assert one.abandon() == LEFT
     assert vllm.serves == (MARK, True, False)
     assert one.is_ours()
     other = driver()
-    other.begin("v3")
-    other.update(call_of())
-    other.commit("v3")
+    sync(other, "v3")
     assert vllm.serves == ("v3", False, False)
 
 
 def test_abandon_after_a_resume_that_was_done(driver, vllm):
     """Only its answer was lost."""
     one = driver()
-    one.begin("v2")
-    one.update(call_of())
-    vllm.fail("/resume", 500, "no")
-    with pytest.raises(ServerRefused):
-        one.commit("v2")
+    commit_fails(one, vllm, "/resume")
     vllm.paused = False
     assert one.abandon() == "holds the new weights, and answers with them"
     assert vllm.serves == ("v2", False, False)
@@ -636,11 +634,7 @@ def test_abandon_after_a_resume_that_was_done(driver, vllm):
 @pytest.mark.parametrize("path", ["/is_paused", "/update_weight_version"])
 def test_abandon_after_the_finish_where_it_cannot_be_marked(driver, vllm, path):
     one = driver()
-    one.begin("v2")
-    one.update(call_of())
-    vllm.fail("/resume", 500, "no")
-    with pytest.raises(ServerRefused):
-        one.commit("v2")
+    commit_fails(one, vllm, "/resume")
     vllm.fail(path, 500, "no")
     assert one.abandon() == "holds the new weights, but may still be paused: POST /resume to it"
     assert vllm.serves == ("v2", True, False)
@@ -650,26 +644,16 @@ def test_abandon_after_the_finish_where_it_cannot_be_marked(driver, vllm, path):
 def test_a_failed_reset_does_not_resume_what_its_user_had_paused(driver, vllm, held):
     vllm.paused = held
     one = driver()
-    one.begin("v2")
-    one.update(call_of())
-    vllm.fail("/reset_prefix_cache", 500, "no")
-    with pytest.raises(ServerRefused):
-        one.commit("v2")
+    commit_fails(one, vllm, "/reset_prefix_cache")
     assert one.abandon() == ("holds the new weights" if held else LEFT)
     other = driver()
-    other.begin("v3")
-    other.update(call_of())
-    other.commit("v3")
+    sync(other, "v3")
     assert vllm.serves == ("v3", held, False)
 
 
 def test_what_another_trainer_has_taken_after_the_finish_is_not_marked(driver, vllm):
     one = driver()
-    one.begin("v2")
-    one.update(call_of())
-    vllm.fail("/resume", 500, "no")
-    with pytest.raises(ServerRefused):
-        one.commit("v2")
+    commit_fails(one, vllm, "/resume")
     vllm.weight_version = "v3"
     assert "another trainer" in one.abandon()
     assert vllm.weight_version == "v3"
@@ -677,11 +661,7 @@ def test_what_another_trainer_has_taken_after_the_finish_is_not_marked(driver, v
 
 def test_abandon_after_a_finish_that_failed(driver, vllm):
     one = driver()
-    one.begin("v2")
-    one.update(call_of())
-    vllm.fail("/finish_weight_update", 500, "missing parameters: lm_head")
-    with pytest.raises(ServerRefused, match="missing parameters: lm_head"):
-        one.commit("v2")
+    commit_fails(one, vllm, "/finish_weight_update", "missing parameters: lm_head")
     assert "holds a mixture" in one.abandon()
     assert vllm.serves == (MARK, True, False)
 
@@ -724,9 +704,7 @@ def test_a_torn_server_is_restored_before_the_next_update(driver, vllm, whose):
     one = torn(driver, vllm)
     if whose != "ours":
         one = driver()
-    one.begin("v3")
-    one.update(call_of())
-    one.commit("v3")
+    sync(one, "v3")
     assert steps(vllm) == [
         f"/update_weight_version {INCOMPLETE}v3",
         PAUSE,
@@ -755,9 +733,7 @@ def test_our_engine_restores_itself(driver, vllm):
 def test_an_update_that_a_dead_trainer_left_open_is_closed(driver, vllm):
     vllm.weight_version, vllm.paused, vllm.updating = MARK, True, True
     one = driver()
-    one.begin("v3")
-    one.update(call_of())
-    one.commit("v3")
+    sync(one, "v3")
     assert vllm.serves == ("v3", False, False)
 
 
@@ -784,9 +760,7 @@ def test_release_of_a_torn_server_leaves_it_marked_and_paused(driver, vllm, step
     one.release()
     assert vllm.weight_version.startswith(INCOMPLETE)
     assert vllm.paused
-    one.begin("v4")
-    one.update(call_of())
-    one.commit("v4")
+    sync(one, "v4")
     assert vllm.serves == ("v4", False, False)
 
 
@@ -794,9 +768,7 @@ def test_a_server_that_its_user_had_paused_stays_paused_through_a_repair(driver,
     """The failed sync did not pause it; the one that repairs it must not resume it."""
     vllm.paused = True
     one = torn(driver, vllm)
-    one.begin("v3")
-    one.update(call_of())
-    one.commit("v3")
+    sync(one, "v3")
     assert vllm.serves == ("v3", True, False)
 
 
@@ -826,9 +798,7 @@ def test_is_ours_notices_another_server_or_trainer(driver, vllm):
     """Case 4."""
     one = driver()
     assert one.is_ours()
-    one.begin("v2")
-    one.update(call_of())
-    one.commit("v2")
+    sync(one, "v2")
     assert one.is_ours()
     vllm.weight_version = "default"
     assert not one.is_ours()
