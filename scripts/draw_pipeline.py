@@ -94,13 +94,13 @@ of name and payload;
 iterated by the
 thread that pushes"""),
     Box(212, 92, 146, 112, "host", "pinned slots", """8 MiB each,
-filled by 16 readers
+filled by 12 readers
 from files or
 range requests"""),
     Box(448, 92, 180, 112, "gpu", "ring of chunks", """on the GPU that sends;
 packed, each tensor at
 its planned offset;
-3 of the largest"""),
+2 of the largest"""),
     Box(770, 92, 186, 112, "gpu", "buffer of a chunk", """on every worker's GPU;
 tensors are views of it,
 in place, and go to

@@ -7,5 +7,5 @@ MIB = 1 << 20
 DEFAULT_BUFFER_SIZE = 256 * MIB
 DEFAULT_CALL_SIZE = 16 << 30
 """A failed call of ``/update_weights`` ends after at most this many bytes have been sent."""
-DEFAULT_NUM_BUFFERS = 3
-DEFAULT_THREADS = 16
+DEFAULT_NUM_BUFFERS = 2
+DEFAULT_THREADS = 12

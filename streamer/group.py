@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from streamer import descriptors
 from streamer.broadcast.broadcaster import Broadcaster
 from streamer.broadcast.stream import ChunkStream
 from streamer.digest import StreamDigest
@@ -30,7 +31,7 @@ from streamer.source import Payload, WeightSource
 from streamer.timeouts import Clock
 from streamer.transport.base import Transport
 from streamer.transport.gloo import GlooTransport
-from streamer.transport.lifeline import Lifeline
+from streamer.transport.lifeline import SILENCE_SECONDS, Lifeline
 from streamer.transport.nccl import NcclTransport
 from streamer.verify import Member, Sent, compare
 
@@ -89,6 +90,9 @@ class Group:
         if backends == {"streamer"}:
             urls = [server.url for server in servers if server.towards is None]
             known = [server.towards for server in servers if server.towards is not None]
+            workers = self.world_size - 1
+            need = descriptors.of_group(workers, len(servers))
+            descriptors.check_room(need, f"a group of {workers} workers")
             if options.address is not None:
                 check_address(options.address, urls)
             address = options.address or address_towards(urls, known)
@@ -106,7 +110,9 @@ class Group:
     def _join(self, servers: Sequence[ServerInfo], options: Options) -> None:
         rendezvous = dict(self.transport.rendezvous())
         if self.lifeline is not None:
-            rendezvous |= self.lifeline.rendezvous()
+            # The trainer is the first to give up: it knows who is missing, and workers leave then.
+            patience = self._clock.connect + 2 * _ANSWER_SECONDS
+            rendezvous |= self.lifeline.rendezvous() | {"join_seconds": patience}
         calls: list[Callable[[], None]] = []
         offset = 1
         ranks: list[range] = []
@@ -136,16 +142,22 @@ class Group:
             trace=options.trace,
         )
 
-    @property
-    def left(self) -> bool:
-        """Whether a worker has said that it is no member any more: it has joined another trainer.
+    def call_roll(self) -> None:
+        """Have every worker answer, beside what the caller does until `is_whole`."""
+        if self.lifeline is not None:
+            self.lifeline.call_roll([member.rank for member in self._members])
 
-        Only workers of our own engine say so.
+    def is_whole(self, check: Callable[[], None]) -> bool:
+        """Whether every worker has answered the roll call: it was not restarted, nor has it left.
+
+        Only workers of our own engine are asked; those of others count as there. A worker that does
+        not answer is waited for; ``check`` may raise meanwhile.
         """
-        lifeline = self.lifeline
-        return lifeline is not None and any(
-            lifeline.reported(member.rank).get("left") for member in self._members
-        )
+        if self.lifeline is None:
+            return True
+        ranks = [member.rank for member in self._members]
+        patience = min(SILENCE_SECONDS, self._clock.progress)
+        return not self.lifeline.absent(ranks, patience, check)
 
     def sync(
         self,

@@ -20,7 +20,8 @@ from typing import Any, Unpack
 from streamer.aio import AGAIN_SECONDS, at_once, beside
 from streamer.announce import announced
 from streamer.drivers.base import Driver, ServerInfo
-from streamer.drivers.factory import Servers, listed, make_driver
+from streamer.drivers.engine import Engine
+from streamer.drivers.factory import Servers, listed, make_driver, refuse_on_own_loop
 from streamer.drivers.vllm import check_version
 from streamer.events import ChunkSent, Event, SyncFailed, SyncFinished, SyncStarted
 from streamer.exceptions import PushCancelled, StreamerError, UsageError
@@ -54,6 +55,7 @@ class Session:
 
     def __init__(self, to: Servers | None, **options: Unpack[ConnectOptions]) -> None:
         servers = listed(to)
+        self._engines = [server for server in servers if isinstance(server, Engine)]
         self._options = Options.parse(options)
         self._clock = Clock(self._options.timeouts)
         self._drivers: list[Driver] = [
@@ -126,6 +128,7 @@ class Session:
             with announced(source), trace.span("open source"):
                 if self._closed:
                     raise UsageError("the session is closed: connect again")
+                refuse_on_own_loop(self._engines)
                 check_version(weight_version)
                 opened = open_source(source)
             ranks = ranks_of(opened)
@@ -184,9 +187,7 @@ class Session:
         started: float,
         leader: Leader,
     ) -> Report:
-        group = self._group
-        joined = group is not None and not group.left and not group.transport.aborted
-        joined = joined and all(self._each(lambda driver: driver.is_ours()))
+        joined = self._is_joined()
         if not joined:
             self._probe()
         version = weight_version or version_of(source)
@@ -213,6 +214,18 @@ class Session:
                 raise
         return self._report(plan, version, started, [connected, updated, time.monotonic()])
 
+    def _is_joined(self) -> bool:
+        """Whether the servers are as we left them, and their workers in our group, all of them.
+
+        The workers answer while the servers are asked.
+        """
+        group = self._group
+        if group is None or group.transport.aborted:
+            return False
+        group.call_roll()
+        ours = all(self._each(lambda driver: driver.is_ours()))
+        return ours and group.is_whole(self._interrupts.check_request)
+
     def _all_serve(self, version: str) -> bool:
         return all(self._each(lambda driver: driver.serves(version)))
 
@@ -237,6 +250,7 @@ class Session:
 
     def join(self) -> None:
         """Make every worker join a fresh broadcast group. Done by a push if need be."""
+        refuse_on_own_loop(self._engines)
         self._interrupts.requested = False
         self._probe()
         self._join()
@@ -300,9 +314,17 @@ class Session:
         if broken:
             self._clean_up(error, lambda driver: driver.leave())
 
-    def _clean_up(self, error: BaseException, step: Callable[[Driver], None]) -> None:
-        """Run ``step`` on every server; what goes wrong becomes a note on ``error``."""
-        for driver, result in [(driver, self._begin(step, driver)) for driver in self._drivers]:
+    def _clean_up(
+        self,
+        error: BaseException,
+        step: Callable[[Driver], None],
+        beside: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run ``step`` on every server, and ``beside`` on this thread meanwhile; what goes wrong
+        with a server becomes a note on ``error``."""
+        begun = [(driver, self._begin(step, driver)) for driver in self._drivers]
+        beside()
+        for driver, result in begun:
             try:
                 result()
             except StreamerError as problem:
@@ -345,8 +367,8 @@ class Session:
         if self._group is None:
             return
         problem = StreamerError("leaving")
-        self._clean_up(problem, lambda driver: driver.leave())
-        self._drop_group()
+        # A worker's communicator may be freed only once ours is, or wait for it.
+        self._clean_up(problem, lambda driver: driver.leave(), beside=self._drop_group)
         for note in getattr(problem, "__notes__", []):
             log.warning("%s", note)
 

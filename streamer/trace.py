@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from streamer.exceptions import StreamerError
+
 
 class Trace:
     """Records spans while ``enabled``; otherwise costs next to nothing.
@@ -67,7 +69,10 @@ class Trace:
         self._events.append({**event, "tid": row, "args": details})
 
     def write(self, path: str | Path) -> None:
-        """Write everything so far as Chrome trace JSON. Waits for the device spans to end."""
+        """Write everything so far as Chrome trace JSON. Waits for the device spans to end.
+
+        Raises `StreamerError` naming the file if it cannot be written.
+        """
         for name, row, begin, end in self._device:
             assert self._base is not None
             end.synchronize()
@@ -87,7 +92,10 @@ class Trace:
             }
             for row, tid in rows.items()
         ]
-        Path(path).write_text(json.dumps({"traceEvents": [*names, *events]}))
+        try:
+            Path(path).write_text(json.dumps({"traceEvents": [*names, *events]}))
+        except OSError as error:
+            raise StreamerError(f"cannot write the timeline {path}: {error.strerror}") from error
 
     def _rows(self) -> Iterator[str]:
         yield from (event["tid"] for event in self._events)

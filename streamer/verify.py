@@ -69,7 +69,8 @@ def compare(
                 "and push again"
             )
         else:
-            seconds = max(seconds, float(said.get("seconds", 0.0)))
+            spent = said.get("seconds")
+            seconds = max(seconds, spent) if type(spent) is float else seconds
     if wrong:
         more = len(wrong) - 1
         raise VerificationError(wrong[0] + (f" (and {more} more of its group)" if more else ""))

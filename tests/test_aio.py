@@ -385,7 +385,8 @@ def test_an_error_in_the_block_ends_the_push_of_another_task(server, weights, ma
     half = threading.Event()
 
     def on_step(index):
-        half.set()
+        if index == 10:  # more than the buffers hold: bytes have gone out
+            half.set()
         time.sleep(0.02)
 
     async def push(session):
@@ -417,7 +418,8 @@ def test_to_close_a_session_ends_the_push_of_another_thread(server, weights, mak
     half = threading.Event()
 
     def on_step(index):
-        half.set()
+        if index == 10:  # more than the buffers hold: bytes have gone out
+            half.set()
         time.sleep(0.02)
 
     session = streamer.connect(server.url, **OPTIONS)

@@ -37,9 +37,10 @@ from streamer import (
     registry,
 )
 from streamer import session as session_module
-from streamer.drivers.vllm import INCOMPLETE
+from streamer.drivers.vllm import INCOMPLETE, VllmDriver
 from streamer.events import ChunkSent, SyncFailed, SyncFinished, SyncStarted
 from streamer.registry import Registry
+from streamer.transport.lifeline import BEAT_SECONDS, SILENCE_SECONDS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -302,7 +303,7 @@ def test_a_server_that_was_left_paused_is_not_taken_for_one_that_serves(
 
 
 @pytest.mark.parametrize("whose", ["caller", "source"])
-@pytest.mark.parametrize("version", [5, f"{INCOMPLETE}x"])
+@pytest.mark.parametrize("version", [5, f"{INCOMPLETE}x", "v\udc80"])
 def test_a_weight_version_that_cannot_be_right(session, server, make_source, version, whose):
     """A step's number is a likely mistake, and must be found before the server is paused."""
     one = session(server)
@@ -829,6 +830,129 @@ def test_a_server_that_was_replaced_is_noticed(start_server, session, push, work
     assert report.servers[0].world_size == workers
 
 
+def test_a_server_that_was_replaced_before_the_first_push_is_noticed(start_server, session, push):
+    """It says the same of itself as the one before it: only its workers are others."""
+    server = start_server(2)
+    one = session(server)
+    server.kill()
+    server.start()
+    server.heal()
+    push(one, [server], weights(1))
+    assert server.calls.count(JOIN) == 1
+    assert server.calls.count(UPDATE) == 1
+
+
+def test_a_worker_that_was_killed_between_pushes_is_noticed(
+    start_server, session, push, make_source
+):
+    """Nothing is changed on any server: the old weights go on being served."""
+    server = start_server(2)
+    one = session(server)
+    push(one, [server], weights(1), weight_version="old")
+    os.kill(server.pids[1], signal.SIGKILL)
+    server.heal()
+    with pytest.raises(ServerRefused, match="worker 1 has died: restart the server"):
+        one.push(make_source(weights(2)))
+    assert not [call for call in server.calls if call in (UPDATE, "POST /pause")]
+    assert server.weight_version == "old"
+    assert not server.paused
+
+
+def test_a_worker_that_does_not_answer_is_not_waited_for_without_end(
+    start_server, session, push, make_source
+):
+    server = start_server(2)
+    one = session(server, timeouts=Timeouts(connect=2, progress=2))
+    push(one, [server], weights(1), weight_version="old")
+    os.kill(server.pids[1], signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=r"of 2 workers, .* joined"):
+        one.push(make_source(weights(2)))
+    assert time.monotonic() - started < 15
+    assert server.weight_version == "old"
+    assert not server.paused
+    os.kill(server.pids[1], signal.SIGCONT)
+    push(one, [server], weights(3))
+
+
+PAUSED = """
+import sys
+import torch
+import streamer
+
+with streamer.connect(sys.argv[1]) as session:
+    for value, line in enumerate(sys.stdin):
+        session.push({"a": torch.full((1000,), float(value))}, weight_version=f"v{value}")
+        print("pushed", flush=True)
+"""
+
+
+@pytest.mark.parametrize("pushed", [0, 1], ids=["before the first push", "between pushes"])
+def test_a_trainer_that_was_suspended_joins_again(server, pushed, eventually):
+    """Its workers have given it up meanwhile."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PAUSED, server.url],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def push():
+        process.stdin.write("push\n")
+        process.stdin.flush()
+
+    try:
+        server.heal()
+        eventually(lambda: JOIN in server.calls, 30)
+        for _ in range(pushed):
+            push()
+            assert process.stdout.readline() == "pushed\n"
+        time.sleep(1)  # joined by now
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(BEAT_SECONDS + SILENCE_SECONDS + 4)
+        push()  # at once when it goes on
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout.readline() == "pushed\n"
+        assert server.holds({"a": torch.full((1000,), float(pushed))})
+        assert server.weight_version == f"v{pushed}"
+        assert not server.paused
+        assert server.calls.count(JOIN) == 2
+        assert server.calls.count(UPDATE) == pushed + 1
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def test_to_see_that_all_are_there_takes_no_time(session, server, make_source):
+    """The workers answer while the servers are asked."""
+    one = session(server)
+    source = make_source(weights(1))
+    seconds = []
+    for _ in range(10):
+        one.push(source)
+        one._group.call_roll()
+        time.sleep(0.01)  # as long as a server takes to answer
+        started = time.perf_counter()
+        assert one._group.is_whole(lambda: None)
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 1e-3
+
+
+def test_the_connect_timeout_is_the_workers_too(session, server, monkeypatch):
+    seen = []
+    join = VllmDriver.join
+
+    def spy(self, info):
+        seen.append(info.rendezvous["join_seconds"])
+        join(self, info)
+
+    monkeypatch.setattr(VllmDriver, "join", spy)
+    session(server, timeouts=Timeouts(connect=87, progress=20))
+    assert 87 < seen[0] < 97
+
+
 def test_a_server_that_is_killed_while_it_receives(start_server, session, push, make_source):
     server = start_server(1)
     one = session(server)
@@ -1031,7 +1155,7 @@ def test_a_second_signal_ends_the_trainer_whatever_it_waits_for(server):
     code = TRAINER.replace("100_000", "5_000_000")
     with trainer(server, code) as process:
         for line in process.stdout:
-            if line == "t2\n":
+            if line == "t1\n":
                 break
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamer.cli._output import one_line
-from streamer.exceptions import UsageError
+from streamer.exceptions import StreamerError, UsageError
 
 if TYPE_CHECKING:
     from streamer.trace import Trace
+
+log = logging.getLogger("streamer")
 
 
 def check_writable(path: Path, option: str) -> None:
@@ -27,7 +30,10 @@ def check_writable(path: Path, option: str) -> None:
 
 @contextlib.contextmanager
 def tracing(path: Path | None) -> Iterator[Trace]:
-    """A trace of the block, written to ``path`` at its end, also where the block fails."""
+    """A trace of the block, written to ``path`` at its end, also where the block fails.
+
+    Raises `StreamerError` if it cannot be written, but not over an error of the block.
+    """
     from streamer.trace import Trace
 
     if path is None:
@@ -37,5 +43,13 @@ def tracing(path: Path | None) -> Iterator[Trace]:
     trace = Trace(enabled=True)
     try:
         yield trace
-    finally:
+    except BaseException:
+        try:
+            trace.write(path)
+        except StreamerError as error:
+            log.warning("%s", error)
+        raise
+    try:
         trace.write(path)
+    except StreamerError as error:
+        raise StreamerError(f"{error}; the push itself is done") from error

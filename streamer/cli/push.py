@@ -57,45 +57,46 @@ def push(
     import_torch()
     from streamer.session import Session
 
-    with (
-        tracing(trace) as timeline,
-        push_progress() as on_event,
-        Session(
-            to,
-            backend=backend.value,
-            packed=not per_tensor,
-            buffer_size=parse_size(buffer_size, "--buffer-size"),
-            num_buffers=num_buffers,
-            pause=pause.value,
-            timeouts=Timeouts(connect_timeout, progress_timeout, timeout),
-            device=device,
-            address=address,
-            port=port,
-            headers=make_headers(header, api_key),
-            ca_bundle=None if ca_bundle is None else str(ca_bundle),
-            trust_env=trust_env_proxies,
-            verify=verify,
-            trace=timeline,
-            on_event=on_event,
-        ) as session,
-    ):
-        started = time.monotonic()
-        with o.opened(
-            source,
-            option,
-            no_cache=no_cache,
-            select=select,
-            exclude=exclude,
-            rename=rename,
-            cast=cast,
-        ) as weights:
-            opening = time.monotonic() - started
-            report = session.push(weights, weight_version=weight_version, force=force)
-    report = _with_opening(report, opening)
-    if json:
-        print_json(report.as_json())
-    else:
-        print(_summary(report))
+    # What was pushed is told before the timeline is written, which may fail.
+    with tracing(trace) as timeline:
+        with (
+            push_progress() as on_event,
+            Session(
+                to,
+                backend=backend.value,
+                packed=not per_tensor,
+                buffer_size=parse_size(buffer_size, "--buffer-size"),
+                num_buffers=num_buffers,
+                pause=pause.value,
+                timeouts=Timeouts(connect_timeout, progress_timeout, timeout),
+                device=device,
+                address=address,
+                port=port,
+                headers=make_headers(header, api_key),
+                ca_bundle=None if ca_bundle is None else str(ca_bundle),
+                trust_env=trust_env_proxies,
+                verify=verify,
+                trace=timeline,
+                on_event=on_event,
+            ) as session,
+        ):
+            started = time.monotonic()
+            with o.opened(
+                source,
+                option,
+                no_cache=no_cache,
+                select=select,
+                exclude=exclude,
+                rename=rename,
+                cast=cast,
+            ) as weights:
+                opening = time.monotonic() - started
+                report = session.push(weights, weight_version=weight_version, force=force)
+        report = _with_opening(report, opening)
+        if json:
+            print_json(report.as_json())
+        else:
+            print(_summary(report))
 
 
 def _with_opening(report: Report, seconds: float) -> Report:

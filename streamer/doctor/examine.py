@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from streamer.doctor import here, weights
 from streamer.doctor.finding import Finding, fail
-from streamer.doctor.server import Server
+from streamer.doctor.server import Server, each_once
 from streamer.drivers.base import ServerInfo
 from streamer.drivers.http import HttpClient
 from streamer.drivers.vllm import VllmDriver
@@ -25,10 +25,10 @@ def examine(
 ) -> Iterator[Finding]:
     """Everything that can be found out before a push of ``source`` to these servers.
 
-    Nothing is changed on a server. Each question to one has the connect timeout of ``options``.
+    Nothing is changed on a server. Each question to one has the progress timeout of ``options``.
     Raises `UsageError` for a URL or a header that is none.
     """
-    clock = Clock(replace(options.timeouts, progress=options.timeouts.connect))
+    clock = Clock(options.timeouts)
     clients = [
         HttpClient(
             url,
@@ -41,9 +41,10 @@ def examine(
     ]
     drivers: list[VllmDriver] = []
     servers: list[ServerInfo] = []
+    fit: list[Server] = []
     nccl = ""
     for client in clients:
-        server = Server(client, options, options.timeouts.connect)
+        server = Server(client, options, clock.progress)
         failed = False
         for found in server.examine():
             failed = failed or found.status == "fail"
@@ -57,7 +58,10 @@ def examine(
             yield replace(fail("probe", str(error), "try again"), server=server.url)
             continue
         drivers.append(driver)
+        fit.append(server)
         nccl = nccl or server.setup.nccl
+    if len(fit) > 1:
+        yield each_once(fit)
     yield here.settings()
     if servers:
         yield from _towards(servers, nccl, options)
@@ -71,6 +75,10 @@ def _towards(servers: Sequence[ServerInfo], nccl: str, options: Options) -> Iter
     if servers[0].device == "cuda":
         yield from here.nccl_versions(nccl)
     if servers[0].backend == "streamer":
+        files = here.open_files(servers)
+        yield files
+        if files.status == "fail":
+            return
         yield from here.address([server.url for server in servers], options)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from streamer.exceptions import plain
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -23,17 +25,17 @@ class Finding:
 
 def ok(name: str, text: str) -> Finding:
     """As it should be."""
-    return Finding(name, "ok", text)
+    return Finding(name, "ok", plain(text))
 
 
 def warn(name: str, text: str, remedy: str) -> Finding:
     """A push goes on, and the user should know."""
-    return Finding(name, "warn", text, remedy)
+    return Finding(name, "warn", plain(text), remedy)
 
 
 def fail(name: str, text: str, remedy: str) -> Finding:
     """A push would fail."""
-    return Finding(name, "fail", text, remedy)
+    return Finding(name, "fail", plain(text), remedy)
 
 
 def size(nbytes: int) -> str:

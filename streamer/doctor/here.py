@@ -7,16 +7,19 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from streamer import descriptors
 from streamer.doctor.finding import Finding, fail, ok, size, warn
 from streamer.doctor.server import describe
 from streamer.drivers.base import ServerInfo
 from streamer.drivers.vllm_info import version_numbers
 from streamer.exceptions import StreamerError
 from streamer.gpus import refuse_own_gpu
-from streamer.network import address_towards, check_address
+from streamer.network import address_towards, check_address, is_here
 from streamer.options import Options
 from streamer.transport import _libnccl
 from streamer.transport.lifeline import Lifeline
+
+_ADDRESS = "give the address of this host that the servers reach with --address, or none"
 
 
 def settings() -> Finding:
@@ -84,6 +87,17 @@ def nccl_versions(there: str) -> Iterator[Finding]:
         yield ok("NCCL versions", f"{here} here, {there} there")
 
 
+def open_files(servers: Sequence[ServerInfo]) -> Finding:
+    """Whether this process may open as many files as a group of these servers takes."""
+    workers = sum(server.world_size for server in servers)
+    need = descriptors.of_group(workers, len(servers))
+    try:
+        descriptors.check_room(need, f"a group of {workers} workers")
+    except StreamerError as error:
+        return fail("open files", str(error), descriptors.REMEDY)
+    return ok("open files", f"up to {need} more, which the limit allows")
+
+
 def address(urls: Sequence[str], options: Options) -> Iterator[Finding]:
     """Whether workers of our own engine find this host, and the port that they look for."""
     try:
@@ -91,17 +105,16 @@ def address(urls: Sequence[str], options: Options) -> Iterator[Finding]:
             check_address(options.address, urls)
         found = options.address or address_towards(urls)
     except StreamerError as error:
-        yield fail(
-            "address",
-            str(error),
-            "give the address of this host that the servers reach with --address, or none",
-        )
+        yield fail("address", str(error), _ADDRESS)
+        return
+    if options.address is not None and not is_here(options.address):
+        yield fail("address", f"{options.address} is no address of this host", _ADDRESS)
         return
     yield ok("address", f"{found}, {'as given' if options.address else 'found out'}")
     try:
         Lifeline.host(found, options.port).close()
     except StreamerError as error:
-        yield fail("port", str(error), "give another --port, or 0; or another --address")
+        yield fail("port", str(error), "give another --port, or 0")
     else:
         yield ok("port", str(options.port) if options.port else "a free one, each time")
 

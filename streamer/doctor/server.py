@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from streamer.doctor.finding import Finding, fail, ok, warn
 from streamer.drivers.http import HttpClient
 from streamer.drivers.vllm import INCOMPLETE
-from streamer.drivers.vllm_info import CONFIGURE_SO, OLDEST, SERVER_INFO, Setup, version_numbers
+from streamer.drivers.vllm_info import (
+    CONFIGURE_SO,
+    OLDEST,
+    SERVER_INFO,
+    Setup,
+    is_world_size,
+    shown,
+    version_numbers,
+)
 from streamer.exceptions import DeadlineExceeded, ServerRefused, ServerUnreachable, StreamerError
+from streamer.network import resolve
 from streamer.options import Options
 
 _POSTS = (
@@ -42,7 +52,7 @@ class Server:
 
     def examine(self) -> Iterator[Finding]:
         """Every check, the first failure of which may make the rest impossible."""
-        for check in (self.reachable, self.version, self.development_mode):
+        for check in (self.reachable, self.version, self.health, self.development_mode):
             found = check()
             yield found
             if found.status == "fail":
@@ -84,6 +94,17 @@ class Server:
             return fail("reachable", text, _KEY)
         return fail("reachable", text, "give the URL of the inference server itself with --to")
 
+    def health(self) -> Finding:
+        """Whether its engine and all workers are alive."""
+        answer = self._ask("/health")
+        if isinstance(answer, dict):
+            return ok("health", "its engine and workers are alive")
+        if isinstance(answer, ServerRefused) and answer.status == 503:
+            return fail(
+                "health", "its engine or a worker has died (/health: 503)", "restart the server"
+            )
+        return warn("health", f"not told: {answer}", "look into the server's log")
+
     def development_mode(self) -> Finding:
         """Whether the routes are there that a push calls."""
         paths = (*_GETS, *_POSTS)
@@ -110,18 +131,18 @@ class Server:
         version = str(self._field("/version", "version") or "")
         numbers = version_numbers(version)
         if not numbers:
-            return fail(
-                "version", f"/version names none, but {version!r}", "give the URL of a vLLM server"
-            )
+            text = f"/version names none, but {shown(version)}"
+            return fail("version", text, "give the URL of a vLLM server")
+        text = f"vLLM {version:.60}"
         if numbers < OLDEST:
-            return fail("version", f"vLLM {version}", "upgrade the server to vLLM 0.30 or later")
-        return ok("version", f"vLLM {version}: the dialect of 0.30 and later")
+            return fail("version", text, "upgrade the server to vLLM 0.30 or later")
+        return ok("version", f"{text}: the dialect of 0.30 and later")
 
     def world_size(self) -> Finding:
         """How many workers will join."""
         size = self._field("/get_world_size", "world_size")
-        if type(size) is not int or size < 1:
-            text = f"/get_world_size names no count of workers, but {size!r}"
+        if not is_world_size(size):
+            text = f"/get_world_size names no count of workers, but {shown(size)}"
             return fail("world size", text, _DEV_MODE)
         return ok("world size", f"{size}, and {size + 1} ranks with this one")
 
@@ -137,7 +158,7 @@ class Server:
         if engine is None:
             return fail("backend", "none: no weights can be received", _CONFIG)
         if engine not in ("nccl", "streamer"):
-            return fail("backend", f"{engine}, which streamer does not send to", _CONFIG)
+            return fail("backend", f"{shown(engine)}, which streamer does not send to", _CONFIG)
         if self._options.backend not in ("auto", engine):
             return fail(
                 "backend",
@@ -170,7 +191,9 @@ class Server:
         """Whether it answers requests."""
         paused = self._field("/is_paused", "is_paused")
         if not isinstance(paused, bool):
-            return fail("paused", f"/is_paused says {paused!r}", "give the URL of a vLLM server")
+            return fail(
+                "paused", f"/is_paused says {shown(paused)}", "give the URL of a vLLM server"
+            )
         if not paused:
             return ok("paused", "no: it answers requests")
         if self._mark().startswith(INCOMPLETE):
@@ -188,20 +211,47 @@ class Server:
         """Whether it holds one version of the weights, not a mixture."""
         mark = self._mark()
         if not mark.startswith(INCOMPLETE):
-            return ok("complete", f"it serves {mark or 'weights without a name'}")
+            return ok("complete", f"it serves {self._shown(mark) or 'weights without a name'}")
+        text = f"marked {self._shown(mark)}: it may hold a mixture"
         several = self._field("/get_world_size", "world_size") != 1
         if several and self.setup.backend == "nccl":
             return warn(
                 "complete",
-                f"marked {mark}: it may hold a mixture, and its workers may be out of step",
+                f"{text}, and its workers may be out of step",
                 "restart it if the next push fails",
             )
-        return warn("complete", f"marked {mark}: it may hold a mixture", "push again")
+        return warn("complete", text, "push again")
+
+    def _shown(self, mark: str) -> str:
+        return f"{self._client.hide(mark):.100}"
+
+    def identities(self) -> set[Hashable]:
+        """What is this server's alone."""
+        if self.setup.instance:
+            return {self.setup.instance}
+        client, path = self._client, urlsplit(self.url).path
+        return {(address, client.port, path) for address in resolve(client.host)}
 
     def settings(self) -> Finding:
         """Versions and settings that decide over NCCL."""
         setup = self.setup
         return ok("settings there", describe(setup.torch, setup.nccl, setup.environment))
+
+
+def each_once(servers: Sequence[Server]) -> Finding:
+    """Whether no two URLs lead to one server, whose workers would be counted twice, and join once.
+
+    A server that does not tell its instance, as vLLM does, is known by the address and port that
+    its URL leads to.
+    """
+    name, seen = "each once", dict[Hashable, str]()
+    for server in servers:
+        for identity in server.identities():
+            if identity in seen:
+                text = f"{seen[identity]} and {server.url} lead to one server"
+                return fail(name, text, "give each server once with --to")
+        seen |= dict.fromkeys(server.identities(), server.url)
+    return ok(name, f"{len(servers)} servers")
 
 
 def _is_for_posts(error: StreamerError) -> bool:

@@ -57,6 +57,9 @@ class Client(Protocol):
     ) -> dict[str, Any]:
         """Have something done. Without a ``timeout`` only `cancel` ends it."""
 
+    def hide(self, text: str) -> str:
+        """``text`` that may be shown: without the secrets that go with each call."""
+
     def cancel(self) -> None:
         """Wake every call under way on another thread; it raises. Later calls work."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -71,6 +72,23 @@ def make_driver(server: str | Engine, options: Options, clock: Clock) -> Driver:
         verify=options.verify,
         trace=options.trace,
     )
+
+
+def refuse_on_own_loop(servers: Iterable[str | Engine]) -> None:
+    """Raise `UsageError` on the event loop that an engine's coroutines run on.
+
+    What is to be called blocks it, and so would wait for what cannot begin.
+    """
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    for server in servers:
+        if isinstance(server, Engine) and server.loop is loop:
+            raise UsageError(
+                f"{server.name} runs on this event loop, which a push would block: await "
+                "session.apush, streamer.apush or aconnect, or push from another thread"
+            )
 
 
 def name_of(target: object) -> str:

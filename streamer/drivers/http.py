@@ -10,10 +10,11 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from streamer import descriptors
 from streamer.drivers.connection import (
     Call,
     Connection,
@@ -34,6 +35,11 @@ _MAX_TEXT = 500
 _MAX_BODY = 64 << 20
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _SHORTEST_SECRET = 4
+_WORDS, _VERSION = "nccl streamer cuda", re.compile(r"v?\d*\.\d")
+"""What an answer may have to say, whatever headers and URL hold: no secret is hidden in it that is
+such a word, or begins like a version."""
+_KEPT = frozenset({"weight_version"})
+"""Fields of an answer that are compared, and written back: who shows one must `hide` it."""
 
 
 def normalize_url(url: str) -> str:
@@ -41,20 +47,30 @@ def normalize_url(url: str) -> str:
 
     Raises `UsageError` for what is not an http(s) URL. A path prefix is kept.
     """
-    try:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        valid = url.isprintable() and parts.scheme in ("http", "https")
-        valid = valid and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        valid = False
-    if not valid or parts.query or parts.fragment:
+    full = url if "://" in url else f"http://{url}"
+    if not _is_server_url(full):
         raise UsageError(f"not a server URL: {hide_user(url)} (http://host:port is)")
+    parts = urlsplit(full)
     path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
     return urlunsplit((parts.scheme, parts.netloc, path, "", ""))
 
 
+def _is_server_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        valid = url.isprintable() and parts.scheme in ("http", "https")
+        valid = valid and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    return valid and not parts.query and not parts.fragment
+
+
 def hide_user(url: str) -> str:
-    """``url`` without user name and password."""
+    """``url`` without user name and password. An ``@`` in the path of a server's URL stays."""
+    if _is_server_url(url):
+        parts = urlsplit(url)
+        _, at, host = parts.netloc.rpartition("@")
+        return urlunsplit(parts._replace(netloc=f"…@{host}")) if at else url
     head, at, tail = url.rpartition("@")
     return f"{head.split('://')[0]}://…@{tail}" if at and "://" in head else tail if at else url
 
@@ -64,8 +80,9 @@ class HttpClient:
 
     Environment proxies are ignored unless ``trust_env``. A redirect is an error, and no call is
     ever repeated: a POST that moves weights must not happen twice. ``headers`` go with every call
-    and appear in no error, even if the server repeats them. ``ca_bundle`` is the path of the
-    certificates to trust in place of the usual ones.
+    and appear in no error, even if the server repeats them, nor in what it answers, but for a
+    weight version. ``ca_bundle`` is the path of the certificates to trust in place of the usual
+    ones.
     """
 
     def __init__(
@@ -91,14 +108,18 @@ class HttpClient:
                 )
         if ca_bundle is not None and not os.path.exists(ca_bundle):
             raise UsageError(f"there is no CA bundle at {ca_bundle}")
-        self._secrets = sorted(_secrets(self._base, headers or {}), key=len, reverse=True)
+        self._proxy = environment_proxy(self._base) if trust_env else None
+        secrets = {*_secrets(self._base, headers or {}), *_secrets(self._proxy or "", {})}
+        self._secrets = sorted(secrets, key=len, reverse=True)
+        self._told = [
+            each for each in self._secrets if each not in _WORDS and not _VERSION.match(each)
+        ]
         self._headers = {"Connection": "close", "User-Agent": "streamer", **(headers or {})}
         parts = urlsplit(self._base)
         if parts.username is not None:
             self._headers["Authorization"] = basic_login(parts.username, parts.password)
         self._parts = parts
         self._context = tls_context(ca_bundle) if parts.scheme == "https" else None
-        self._proxy = environment_proxy(self._base) if trust_env else None
         self._calls: set[Call] = set()
         self._lock = threading.Lock()
 
@@ -132,7 +153,7 @@ class HttpClient:
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None
     ) -> dict[str, Any]:
         what = f"{method} {self.url}{path.partition('?')[0]}"
-        content = None if body is None else json.dumps(body).encode()
+        content = None if body is None else _encoded(what, body)
         started = time.monotonic()
         call = Call(timeout)
         with self._lock:
@@ -142,15 +163,18 @@ class HttpClient:
                 status, headers, answer = self._exchange(call, what, method, path, content)
             if call.ended:  # a broken connection may look like the end of the answer
                 raise ConnectionError(call.ended)
-        except (OSError, http.client.HTTPException, UnicodeError) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            # The system's errors are shown as the cause; others may quote the server.
+            cause = error if isinstance(error, OSError) and error.errno is not None else None
             if call.ended:
-                raise ServerUnreachable(f"{what}: {call.ended}") from error
+                raise ServerUnreachable(f"{what}: {call.ended}") from cause
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(
                     f"{what}: no answer after {time.monotonic() - started:.1f} s"
-                ) from error
-            cause = " ".join(self._without_secrets(_cause(error)).split())
-            raise ServerUnreachable(f"{what}: {cause}; is the server up?") from error
+                ) from cause
+            remedy = descriptors.REMEDY if descriptors.ran_out(error) else "is the server up?"
+            text = self._quoted(_cause(error))
+            raise ServerUnreachable(f"{what}: {text}; {remedy}") from cause
         finally:
             call.close()
             with self._lock:
@@ -185,26 +209,36 @@ class HttpClient:
         if 300 <= status < 400 and "location" in headers:
             target = hide_user(headers["location"].partition("?")[0])
             raise IncompatibleServer(
-                f"{what}: redirected to {self._without_secrets(target)}; give that URL instead"
+                f"{what}: redirected to {self._quoted(target)}; give that URL instead"
             )
         if status >= 400:
-            text = " ".join(self._without_secrets(_text(content)).split())
-            text = text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " …"
-            raise ServerRefused(f"{what}: {status} {text}", status)
+            raise ServerRefused(f"{what}: {status} {self._quoted(_text(content))}", status)
         if status < 300:
-            value = _json(content) if content.strip() else {}
+            value = _json(content, self._hide_told) if content.strip() else {}
             if isinstance(value, dict):
                 return value
-        kind = self._without_secrets(headers.get("content-type", "no content type"))
+        kind = self._quoted(headers.get("content-type", "no content type"))
         raise IncompatibleServer(
             f"{what}: answered {status} with {kind}, not a JSON object; "
             "does this URL lead to an inference server?"
         )
 
-    def _without_secrets(self, text: str) -> str:
+    def hide(self, text: str) -> str:
+        """``text`` without what may not be shown: key, password, values of headers."""
         for secret in self._secrets:
             text = text.replace(secret, "…")
         return text
+
+    def _hide_told(self, text: str) -> str:
+        """`hide`, of a text that decides what is done."""
+        for secret in self._told:
+            text = text.replace(secret, "…")
+        return text
+
+    def _quoted(self, text: str) -> str:
+        """What a server has said, as part of an error."""
+        text = " ".join(self.hide(text).split())
+        return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " …"
 
     def cancel(self) -> None:
         """Break every call under way; they raise `ServerUnreachable`. Later calls work."""
@@ -218,7 +252,10 @@ def _secrets(url: str, headers: Mapping[str, str]) -> Iterator[str]:
     values = list(headers.values())
     # The token alone of "Bearer TOKEN", the values alone of "a=b; c=d".
     values += [part for value in headers.values() for part in re.split(r"[\s;,=]+", value)[1:]]
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+    except ValueError:  # of a proxy's, which is refused where it is used
+        parts = urlsplit("")
     user, password = parts.username or "", parts.password or ""
     values += [user, password, unquote(user), unquote(password)]
     try:
@@ -240,10 +277,33 @@ def _read(what: str, response: http.client.HTTPResponse) -> bytes:
     return bytes(content)
 
 
-def _json(content: bytes) -> Any:
-    """The value of a JSON text, None for what is none."""
+def _encoded(what: str, body: Mapping[str, Any]) -> bytes:
+    """``body`` as JSON. Raises `UsageError` for a text that is none: a server that takes it may be
+    able to answer no more."""
+    content = json.dumps(body)
+    if "\\ud" in content:  # a character of a pair, or one alone
+        try:
+            json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{what}: a text in it has half a character (a surrogate)") from None
+    return content.encode()
+
+
+def _json(content: bytes, change: Callable[[str], str] = lambda text: text) -> Any:
+    """The value of a JSON text with each text ``change``d in it, None for what is none."""
+
+    def changed(value: Any) -> Any:
+        match value:
+            case str():
+                return change(value)
+            case list():
+                return [changed(item) for item in value]
+            case dict():
+                return {key: item if key in _KEPT else changed(item) for key, item in value.items()}
+        return value
+
     try:
-        return json.loads(content)
+        return changed(json.loads(content))
     except (ValueError, RecursionError):
         return None
 
@@ -267,5 +327,7 @@ def _cause(error: BaseException) -> str:
     """Why a call failed: ``Connection refused``, not the number of it."""
     if isinstance(error, http.client.IncompleteRead):
         return "the answer broke off"
+    if type(error) is ValueError:  # of a length; what is told apart is a subclass
+        return "the answer is not HTTP"
     text = error.strerror if isinstance(error, OSError) else None
     return text or str(error) or type(error).__name__

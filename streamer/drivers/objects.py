@@ -19,7 +19,7 @@ from streamer.drivers.base import ServerInfo
 from streamer.drivers.calls import Calls, takes
 from streamer.drivers.engine import Engine
 from streamer.drivers.vllm import VllmDriver
-from streamer.drivers.vllm_info import check_engine
+from streamer.drivers.vllm_info import check_engine, is_world_size, shown
 from streamer.exceptions import IncompatibleServer, UsageError
 from streamer.plan import Plan
 from streamer.timeouts import Clock
@@ -31,7 +31,7 @@ _NAMED = "give streamer.Engine(engine, {}=…)"
 class EngineClient:
     """What `HttpClient` is for a URL: routes in, JSON objects out. ``url`` is the engine's name.
 
-    The weight version is kept here for an engine that keeps none itself.
+    The weight version is kept here for an engine that keeps none itself, or takes none.
     """
 
     def __init__(self, calls: Calls, trace: Trace) -> None:
@@ -67,6 +67,10 @@ class EngineClient:
         route, _, query = path.partition("?")
         answer = self._routes[route](timeout, **dict(parse_qsl(query)), **(body or {}))
         return answer if isinstance(answer, dict) else {}
+
+    def hide(self, text: str) -> str:
+        """As it is: no secret goes with a call."""
+        return text
 
     def cancel(self) -> None:
         """Wake every call under way."""
@@ -108,7 +112,7 @@ class EngineClient:
         self._version = new_version
 
     def _weight_info(self, timeout: float | None) -> dict[str, Any]:
-        if self.calls.has("get_weight_version"):
+        if all(map(self.calls.has, ("get_weight_version", "update_weight_version"))):
             self._version = self.call("get_weight_version", timeout)
         return {"weight_version": self._version}
 
@@ -209,8 +213,8 @@ class ObjectDriver(VllmDriver):
         if found is None:
             parallel = getattr(config, "parallel_config", None)
             found = getattr(parallel, "world_size_across_dp", None)
-        if type(found) is not int or found < 1:
-            said = "does not say how many" if found is None else f"says that it has {found!r:.50}"
+        if not is_world_size(found):
+            said = "does not say how many" if found is None else f"says that it has {shown(found)}"
             raise UsageError(f"{self.url} {said} workers: {_NAMED.format('world_size')}")
         return found
 

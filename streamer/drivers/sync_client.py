@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from streamer.drivers.http import HttpClient
+from streamer.drivers.vllm_info import check_world_size
 from streamer.exceptions import UsageError, one_line
 from streamer.trace import Trace
 
@@ -70,7 +71,8 @@ class WeightSyncClient:
 
     def get_world_size(self) -> int:
         """How many workers the server has."""
-        return int(self._http.get("/get_world_size", self._timeout)["world_size"])
+        size = self._http.get("/get_world_size", self._timeout).get("world_size")
+        return check_world_size(self.url, size)
 
     def update_weight_version(self, new_version: str) -> None:
         """Name the weights that are there."""
@@ -78,7 +80,7 @@ class WeightSyncClient:
 
     def get_weight_version(self) -> str | None:
         """What the server calls its weights."""
-        version: str | None = self._http.get("/weight_info", self._timeout)["weight_version"]
+        version: str | None = self._http.get("/weight_info", self._timeout).get("weight_version")
         return version
 
     def pause_generation(self, mode: str = "keep") -> None:

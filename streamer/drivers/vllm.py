@@ -61,6 +61,8 @@ def check_version(version: object) -> None:
         return
     if not isinstance(version, str) or not version:
         raise UsageError(f"a weight version is a text, not {version!r}")
+    if any("\ud800" <= letter <= "\udfff" for letter in version):
+        raise UsageError(f"a weight version has half a character (a surrogate): {version!r}")
     if version.startswith(INCOMPLETE):
         raise UsageError(f"a weight version must not start with {INCOMPLETE}: that marks failures")
 
@@ -237,6 +239,7 @@ class VllmDriver:
         self._last_call = call
 
     def commit(self, weight_version: str, sent: Sent | None = None) -> None:
+        self._refuse_if_taken()
         if sent is None or self._proof is None:
             self._finishing = weight_version
             self._post("/finish_weight_update", {"weight_version": weight_version})
@@ -253,6 +256,16 @@ class VllmDriver:
         if self._must_resume:
             self._post("/resume")
             self._must_resume = False
+
+    def _refuse_if_taken(self) -> None:
+        """A trainer that was suspended would finish what another one has begun meanwhile."""
+        said = self._weight_version()
+        if said != self._mark:
+            raise ServerError(
+                f"{self.url}: another trainer has pushed since this sync began, or the server was "
+                f"restarted: its weights are named {self._http.hide(repr(said))}, and not "
+                f"{self._mark!r}; this sync is not finished there; push again"
+            )
 
     def _is_taken(self) -> bool:
         """Whether another trainer has pushed, or begun to, since: what is open there is its own."""

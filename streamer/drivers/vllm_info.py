@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from streamer.drivers.base import ServerInfo
 from streamer.exceptions import IncompatibleServer
@@ -17,6 +17,9 @@ CONFIGURE_SO = (
     'it, and \'{"backend": "streamer"}\')'
 )
 START_SO = f"start it with VLLM_SERVER_DEV_MODE=1 and {CONFIGURE_SO}"
+MOST_WORKERS = 1 << 16
+_LONGEST_NUMBER = 9
+_LONGEST_TEXT = 60
 SERVER_INFO = "/server_info?config_format=json"
 
 
@@ -24,11 +27,7 @@ def ask(get: Callable[[str], dict[str, Any]], url: str, backend: str) -> ServerI
     """Ask the server at ``url``; a ``backend`` that is not ``auto`` is taken as given."""
     version = str(get("/version").get("version", ""))
     check_version(url, version)
-    world_size = get("/get_world_size").get("world_size")
-    if type(world_size) is not int or world_size < 1:
-        raise IncompatibleServer(
-            f"{url}: /get_world_size answered {world_size!r}, not a count of workers"
-        )
+    world_size = check_world_size(url, get("/get_world_size").get("world_size"))
     setup = Setup.parse(get(SERVER_INFO))
     engine = setup.backend if backend == "auto" else backend
     check_engine(url, engine)
@@ -40,12 +39,21 @@ def check_version(url: str, version: str) -> None:
     """Raise `IncompatibleServer` for a version whose dialect we do not speak."""
     numbers = version_numbers(version)
     if not numbers:
-        raise IncompatibleServer(f"{url}: /version names no version, but {version!r}")
+        raise IncompatibleServer(f"{url}: /version names no version, but {shown(version)}")
     if numbers < OLDEST:
         raise IncompatibleServer(
-            f"{url} runs vLLM {version}; streamer speaks the protocol of "
+            f"{url} runs vLLM {version:.60}; streamer speaks the protocol of "
             f"{OLDEST[0]}.{OLDEST[1]} and later: upgrade the server"
         )
+
+
+def check_world_size(url: str, size: object) -> int:
+    """``size``. Raises `IncompatibleServer` for what is no count of workers."""
+    if not is_world_size(size):
+        raise IncompatibleServer(
+            f"{url}: /get_world_size answered {shown(size)}, not a count of workers"
+        )
+    return size
 
 
 def check_engine(url: str, engine: object) -> None:
@@ -54,8 +62,8 @@ def check_engine(url: str, engine: object) -> None:
         raise IncompatibleServer(f"{url} was started without a weight-transfer backend: {START_SO}")
     if engine not in ("nccl", "streamer"):
         raise IncompatibleServer(
-            f"{url} receives with the backend {engine!r}; streamer speaks to nccl (vLLM's own) and "
-            "streamer: name one of them in --weight-transfer-config"
+            f"{url} receives with the backend {shown(engine)}; streamer speaks to nccl (vLLM's "
+            "own) and streamer: name one of them in --weight-transfer-config"
         )
 
 
@@ -64,7 +72,8 @@ class Setup:
     """What is of use in ``/server_info``, which also holds what must not be repeated.
 
     ``environment`` are those of its ``NCCL_*`` and ``CUDA_VISIBLE_DEVICES`` that are set, None if
-    it does not tell; ``torch`` and ``nccl`` are versions, empty if it does not tell.
+    it does not tell; ``torch`` and ``nccl`` are versions, ``instance`` is what vLLM calls this
+    engine and no other, all empty if it does not tell.
     """
 
     backend: object
@@ -72,6 +81,7 @@ class Setup:
     environment: dict[str, str] | None
     torch: str
     nccl: str
+    instance: str
 
     @classmethod
     def parse(cls, info: dict[str, Any]) -> Setup:
@@ -92,6 +102,7 @@ class Setup:
             environment,
             str(system.get("torch_version") or ""),
             nccl[1] if nccl else "",
+            str(config.get("instance_id") or ""),
         )
 
     def gpus(self, world_size: int) -> tuple[str, ...]:
@@ -102,8 +113,23 @@ class Setup:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """Major and minor of a version."""
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    """Major and minor of a version; none where it has none that can be meant."""
+    parts = re.findall(r"\d+", version, re.ASCII)[:2]
+    return () if any(len(part) > _LONGEST_NUMBER for part in parts) else tuple(map(int, parts))
+
+
+def is_world_size(value: object) -> TypeGuard[int]:
+    """Whether ``value`` can be a count of workers."""
+    return type(value) is int and 1 <= value <= MOST_WORKERS
+
+
+def shown(value: object) -> str:
+    """What a server has said in place of what it should, cut to a length that can be read."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python turns no such number into text
+        return "a number of thousands of digits"
+    return text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + "…"
 
 
 def _object(value: dict[str, Any], key: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,15 @@ from streamer.transport.lifeline import Lifeline
 from streamer.transport.nccl import NcclTransport
 
 JOIN_SECONDS = 60.0
+"""How long to join may take where the trainer does not say."""
+_LONGEST_SECONDS = 24 * 3600.0
+"""What is left of a time that the trainer says: torch counts milliseconds in 32 bits."""
 RECEIVE_SECONDS = 3600.0
 """The longest wait for one broadcast. The trainer's own deadlines end a sync long before; a trainer
 that is gone is noticed through the lifeline."""
 
 _KINDS: Mapping[str, type | range] = {
+    "join_seconds": float,
     "rank_offset": range(1 << 31),
     "world_size": range(1, 1 << 31),
     "nccl_unique_id_b64": str,
@@ -44,6 +49,7 @@ class InitInfo:
     ``master_address`` and ``master_port`` lead to the trainer's lifeline. With
     ``nccl_unique_id_b64`` the bytes come over NCCL, without it over Gloo. With the id alone there
     is no lifeline: a trainer that only speaks to vLLM's own engine can be received from as well.
+    ``join_seconds`` is how long to wait for all ranks to join: a little longer than the trainer.
     """
 
     rank_offset: int
@@ -54,6 +60,7 @@ class InitInfo:
     packed: bool = False
     packed_buffer_size_bytes: int = 1 << 30
     packed_num_buffers: int = 2
+    join_seconds: float = JOIN_SECONDS
 
     @classmethod
     def parse(cls, init_info: Mapping[str, Any]) -> InitInfo:
@@ -71,6 +78,8 @@ class InitInfo:
             if isinstance(kind, range):
                 right = type(value) is int and value in kind
                 what = f"a whole number from {kind[0]} to {kind[-1]}"
+            elif kind is float:
+                right, what = type(value) in (int, float) and value > 0, "a number of seconds"
             else:
                 right, what = type(value) is kind, f"a {kind.__name__}"
             if not right:
@@ -96,19 +105,22 @@ class Endpoint:
         """Leave any earlier group and enter this one; returns when all ranks have joined.
 
         ``update_open`` tells the trainer that an update of an earlier one was never finished here.
-        Raises `TransportError` if the trainer cannot be reached or the ranks do not come.
+        Raises `TransportError` if the trainer cannot be reached, `DeadlineExceeded` if the ranks do
+        not come.
         """
         self.leave()
         rank = info.rank_offset + self._worker
         self._info = info
+        seconds = min(info.join_seconds, _LONGEST_SECONDS)
+        deadline = time.monotonic() + seconds
         try:
             if info.master_address is not None and info.master_port is not None:
-                self._lifeline = Lifeline.join(info.master_address, info.master_port, JOIN_SECONDS)
+                self._lifeline = Lifeline.join(info.master_address, info.master_port, seconds)
                 self._lifeline.report(rank, update_open=update_open)
             self._transport = self._make_transport(info, rank)
             if self._lifeline is not None:
-                self._lifeline.watch(self._transport.abort)
-            self._transport.connect(JOIN_SECONDS)
+                self._lifeline.watch(rank, self._transport.abort)
+            self._transport.connect(max(deadline - time.monotonic(), 0.001))
         except BaseException:
             self.leave()
             raise

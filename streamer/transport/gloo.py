@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import re
 import threading
@@ -16,11 +17,14 @@ from torch.distributed import (  # type: ignore[attr-defined]
     Work,
 )
 
+from streamer import descriptors
 from streamer.exceptions import DeadlineExceeded, TransportError
 from streamer.transport.base import Transport
 from streamer.transport.lifeline import Lifeline
 
 _SLICE = datetime.timedelta(seconds=0.2)
+_FILES = 8
+"""That Gloo opens, and one more for each rank."""
 
 
 class GlooTransport(Transport):
@@ -64,12 +68,14 @@ class GlooTransport(Transport):
 
     def _enter(self, timeout: float, waited: str) -> Any:
         """A new group. No error that is raised later leads to its store, which workers wait for."""
+        descriptors.check_room(_FILES + self.world_size, f"Gloo for {self.world_size} ranks")
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = datetime.timedelta(seconds=timeout)
         options._threads = 2
-        options._devices = [ProcessGroupGloo.create_device(hostname=self._lifeline.local_address)]
         store = PrefixStore("gloo", self._lifeline.store)
         try:
+            host = self._lifeline.local_address
+            options._devices = [ProcessGroupGloo.create_device(hostname=host)]
             return ProcessGroupGloo(store, self.rank, self.world_size, options)
         except RuntimeError as error:
             raise TransportError(f"{waited}: {_first_line(error)}") from error
@@ -139,15 +145,22 @@ class GlooTransport(Transport):
             ).start()
 
 
+_dropping = threading.Lock()
+"""Held by daemon threads while they are inside torch, and for ever once the interpreter exits: the
+process is aborted where a call of torch's comes back on a daemon thread, and finds it gone."""
+atexit.register(_dropping.acquire, timeout=5.0)  # a fork may have left it held
+
+
 def _drop_when_done(owned: list[Any]) -> None:
     """Free a group once its stuck operation has ended, by its own timeout at the latest.
 
-    Until then the thread waits in Python: one that waits in the destructor of the group makes the
-    interpreter abort now and then, if the process exits meanwhile.
+    Until then the thread waits in Python, not in the destructor of the group: see `_dropping`.
     """
-    while not owned[1].is_completed():
+    while owned:
+        with _dropping:
+            if owned[1].is_completed():
+                owned.clear()
         time.sleep(0.1)
-    owned.clear()
 
 
 def _first_line(error: Exception) -> str:

@@ -1,27 +1,33 @@
-"""A store that the trainer hosts and our receivers watch: rendezvous, and proof of life.
+"""A store that the trainer hosts and our receivers watch: rendezvous, and proof of life of both.
 
 vLLM's own engine cannot tell a slow trainer from a dead one; a worker inside a broadcast then spins
 for ever. Our receivers join the trainer's `torch.distributed.TCPStore` first and ask it for a key
 every second. The store answers from a C++ thread of the trainer's, whatever Python is doing; when
 the trainer is killed the connection breaks, and when it is stopped, or its host is gone, the answer
 does not come: either way the receiver knows within seconds and aborts its transport.
+
+The other way round the trainer calls the roll before it changes anything: a worker that is gone, or
+has left, does not answer. Its answer comes from a thread that waits for nothing else.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import errno
 import json
 import logging
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from streamer import descriptors
 from streamer.exceptions import DeadlineExceeded, TransportError
 
 BEAT_SECONDS = 1.0
@@ -29,8 +35,14 @@ SILENCE_SECONDS = 5.0
 """A trainer whose store does not answer for this long counts as dead."""
 
 _CHECK_SECONDS = 0.5
+_NAMED = 8
+"""So many ranks are named in an error."""
+_NO_CALL_SECONDS = 10 * 24 * 3600.0
+"""A worker that is not called for so long answers no more: the trainer has it join anew."""
 
 _ALIVE, _YES = "streamer/alive", b"yes"
+_END = "end"
+"""Written by a worker in place of a roll call, to wake what waits for one."""
 _REMEDIES = {
     errno.EADDRINUSE: "give another port, or 0 for a free one",
     errno.EADDRNOTAVAIL: "give an address of this host",
@@ -45,13 +57,24 @@ class Lifeline:
     """
 
     def __init__(
-        self, store: TCPStore, local_address: str, port: int, *, beats: TCPStore | None = None
+        self,
+        store: TCPStore,
+        local_address: str,
+        port: int,
+        *,
+        beats: TCPStore | None = None,
+        calls: TCPStore | None = None,
     ) -> None:
         self.store = store
         self.local_address = local_address
         self.port = port
         # A store's client serves one question at a time, and a rendezvous may wait for long.
         self._beats = beats
+        self._calls = calls
+        self._watched_for: int | None = None
+        self._threads: list[threading.Thread] = []
+        self._process = os.getpid()
+        self._roll = 0
         self._stop = threading.Event()
         self._answered = threading.Event()
 
@@ -59,8 +82,10 @@ class Lifeline:
     def host(cls, address: str, port: int = 0) -> Lifeline:
         """The trainer's end, on ``address`` and a free port unless one is given.
 
-        Raises `TransportError` naming the address and port if it cannot listen there.
+        Raises `TransportError` naming the address and port if it cannot listen there, or because
+        too few files may be open.
         """
+        descriptors.check_room(descriptors.STORE, "a store for the workers to join")
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         # The connections of the last session linger on its port, which is no reason to refuse it.
@@ -75,30 +100,37 @@ class Lifeline:
                 f"{_REMEDIES.get(error.errno or 0, 'give another address or port')}"
             ) from error
         port = listener.getsockname()[1]
-        store = TCPStore(
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=datetime.timedelta(seconds=60),
-            master_listen_fd=listener.detach(),
-        )
-        store.set(_ALIVE, _YES.decode())
+        try:
+            store = TCPStore(
+                address,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=datetime.timedelta(seconds=60),
+                master_listen_fd=listener.detach(),
+            )
+            store.set(_ALIVE, _YES.decode())
+        except RuntimeError as error:
+            raise TransportError(
+                f"cannot host a store on {address}:{port}: {_first_line(error)}; if too many files "
+                f"are open, {descriptors.REMEDY}"
+            ) from error
         return cls(store, address, port)
 
     @classmethod
     def join(cls, address: str, port: int, timeout: float) -> Lifeline:
         """A worker's end. Raises `TransportError` if the trainer does not answer in time."""
+        descriptors.check_room(descriptors.STORE, "to join the trainer's store")
         try:
             with socket.create_connection((address, port), timeout=timeout) as probe:
                 local = probe.getsockname()[0]
-            store, beats = (_answering_client(address, port, timeout) for _ in range(2))
+            store, beats, calls = (_answering_client(address, port, timeout) for _ in range(3))
         except (OSError, RuntimeError) as error:
             raise TransportError(
                 f"the trainer does not answer at {address}:{port}: {_first_line(error)}; "
                 "can this host reach it there?"
             ) from error
-        return cls(store, local, port, beats=beats)
+        return cls(store, local, port, beats=beats, calls=calls)
 
     def rendezvous(self) -> dict[str, Any]:
         """Fields of ``init_info``."""
@@ -118,12 +150,12 @@ class Lifeline:
             ) from error
 
     def reported(self, rank: int) -> dict[str, Any]:
-        """What worker ``rank`` has said last; empty if nothing."""
-        key = _worker_key(rank)
-        if not self.store.check([key]):
-            return {}
-        value: dict[str, Any] = json.loads(self.store.get(key))
-        return value
+        """What worker ``rank`` has said last; empty if nothing.
+
+        Raises `TransportError` for what no worker of ours says.
+        """
+        (said,) = self._values([_worker_key(rank)])
+        return _report(rank, said)
 
     def wait_for_workers(self, world_size: int, timeout: float, check: Callable[[], None]) -> None:
         """Block until workers ``1 .. world_size - 1`` have reported; ``check`` may raise meanwhile.
@@ -139,20 +171,68 @@ class Lifeline:
             check()
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"of {world_size - 1} workers, ranks {missing} have not joined "
+                    f"of {world_size - 1} workers, ranks {_few(missing)} have not joined "
                     f"{self.local_address}:{self.port} within {timeout:g} s"
                 )
             time.sleep(0.005)
 
-    def watch(self, on_death: Callable[[str], None]) -> None:
-        """Call ``on_death(reason)`` once, from a daemon thread, if the trainer stops answering.
+    def call_roll(self, ranks: Sequence[int]) -> None:
+        """Have workers ``ranks`` answer, now; nothing waits for it: see `absent`."""
+        self._roll += 1
+        keys, numbers = [_call_key(rank) for rank in ranks], [str(self._roll)] * len(ranks)
+        self.store.multi_set(keys, numbers)  # type: ignore[attr-defined]
+
+    def absent(
+        self, ranks: Sequence[int], timeout: float, check: Callable[[], None]
+    ) -> Sequence[int]:
+        """Those of ``ranks`` that have left, or else have not answered the last call in time.
+
+        ``check`` may raise meanwhile.
+        """
+        number, deadline = str(self._roll).encode(), time.monotonic() + timeout
+        while True:
+            answers = self._values([_answer_key(rank) for rank in ranks])
+            reports = self._values([_worker_key(rank) for rank in ranks])
+            pairs = zip(ranks, reports, strict=True)
+            left = [rank for rank, said in pairs if _report(rank, said).get("left")]
+            silent = [rank for rank, said in zip(ranks, answers, strict=True) if said != number]
+            if left or not silent or time.monotonic() > deadline:
+                return left or silent
+            check()
+            time.sleep(0.001)
+
+    def _values(self, keys: list[str]) -> list[bytes]:
+        """What is under each of ``keys``, empty where nothing is; a question for what is not there
+        would wait for it."""
+        if self.store.check(keys):
+            return self.store.multi_get(keys)
+        return [self.store.get(key) if self.store.check([key]) else b"" for key in keys]
+
+    def watch(self, rank: int, on_death: Callable[[str], None]) -> None:
+        """Answer roll calls as worker ``rank``, until the trainer stops answering.
+
+        Then ``on_death(reason)`` is called, once, from a daemon thread, and the trainer, if it was
+        only stopped, finds that this worker has left.
 
         A question to a stopped process has no timeout of its own, so one thread asks and another
         listens for the silence.
         """
-        host, store, answered = self.store.host, self._beats, self._answered
+        host, answered, reports = self.store.host, self._answered, self.store
+        store, calls = self._beats, self._calls
         assert store is not None, "only a worker watches"
-        broken = threading.Event()
+        assert calls is not None
+        calls.set_timeout(datetime.timedelta(seconds=_NO_CALL_SECONDS))
+        self._watched_for = rank
+        broken, lost = threading.Event(), threading.Event()
+
+        def answer() -> None:
+            with contextlib.suppress(RuntimeError):  # the trainer is gone
+                while True:
+                    number = calls.get(_call_key(rank))  # waits until there is one
+                    if self._stop.is_set() or lost.is_set():
+                        return
+                    calls.delete_key(_call_key(rank))
+                    calls.set(_answer_key(rank), number.decode())
 
         def ask() -> None:
             try:
@@ -172,10 +252,27 @@ class Lifeline:
                 answered.clear()
             if not self._stop.is_set():
                 how = "is gone" if broken.is_set() else f"was silent for {SILENCE_SECONDS:g} s"
+                lost.set()
                 on_death(f"the trainer at {host}:{self.port} {how}")
+                with contextlib.suppress(RuntimeError):
+                    reports.set(_worker_key(rank), json.dumps({"left": True}))
+                    reports.set(_call_key(rank), _END)
 
-        for target in (ask, listen):
-            threading.Thread(target=target, name=f"streamer-{target.__name__}", daemon=True).start()
+        for target in (ask, listen, answer):
+            name = f"streamer-{target.__name__}"
+            thread = threading.Thread(target=target, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        """At the exit of the interpreter: the process is aborted where a call of torch's comes back
+        on a daemon thread, and finds it gone."""
+        if os.getpid() != self._process:
+            return  # after a fork neither the threads nor the connections are this process's
+        self.close()
+        for thread in self._threads:
+            thread.join(BEAT_SECONDS)
 
     def close(self) -> None:
         """Stop watching, and drop the store; on the trainer's end the workers leave.
@@ -184,12 +281,15 @@ class Lifeline:
         """
         if self._stop.is_set():
             return
+        atexit.unregister(self._end)
         self._stop.set()
         self._answered.set()
-        if self._beats is None:
-            with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):
+            if self._beats is None:
                 self.store.set(_ALIVE, "no")
-        self._beats = None
+            if self._watched_for is not None:
+                self.store.set(_call_key(self._watched_for), _END)
+        self._beats = self._calls = None
         del self.store
 
 
@@ -263,5 +363,33 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
+def _report(rank: int, said: bytes) -> dict[str, Any]:
+    """The object that worker ``rank`` has written, empty if it has written nothing."""
+    try:
+        value = json.loads(said or b"{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise TransportError(
+            f"rank {rank} has reported {said!r:.60}, which no worker of ours does: install this "
+            "version of streamer beside its server"
+        )
+    return value
+
+
+def _few(ranks: Sequence[int]) -> str:
+    """``[1, 2]``; ``[1, 2, 3, 4, 5, 6, 7, 8] and 92 more``."""
+    more = len(ranks) - _NAMED
+    return f"{list(ranks[:_NAMED])}" + (f" and {more} more" if more > 0 else "")
+
+
 def _worker_key(rank: int) -> str:
     return f"streamer/worker/{rank}"
+
+
+def _call_key(rank: int) -> str:
+    return f"streamer/call/{rank}"
+
+
+def _answer_key(rank: int) -> str:
+    return f"streamer/answer/{rank}"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -53,7 +56,9 @@ class Stub:
         self.fake, self.reply, self.url = fake, reply, fake.url
         self.backend: object = "streamer"
         self.device = "cpu"
+        self.instance = ""
         self.system: dict[str, object] = {}
+        fake.routes["GET /health"] = reply("")
         self.say("version", version="0.33.0")
         self.say("get_world_size", world_size=1)
         self.say("weight_info", weight_version="default")
@@ -68,6 +73,7 @@ class Stub:
     def info(self) -> object:
         transfer = None if self.backend is None else {"backend": self.backend}
         config = {"weight_transfer_config": transfer, "device_config": {"device": self.device}}
+        config |= {"instance_id": self.instance} if self.instance else {}
         return {"vllm_config": config, "system_env": self.system}
 
 
@@ -88,6 +94,7 @@ def test_a_server_that_is_fine(findings: Callable[..., Any], server: Any, checkp
     assert list(found) == [
         "reachable",
         "version",
+        "health",
         "development mode",
         "world size",
         "backend",
@@ -98,6 +105,7 @@ def test_a_server_that_is_fine(findings: Callable[..., Any], server: Any, checkp
         "settings here",
         "one group",
         "device",
+        "open files",
         "address",
         "port",
         "source",
@@ -158,7 +166,7 @@ def test_a_server_that_never_answers(
     findings: Callable[..., Any], stub: Stub, reply: Callable[..., Any]
 ) -> None:
     stub.fake.routes["GET /version"] = reply({}, delay=30)
-    found = findings("--to", stub.url, "--connect-timeout", 1)
+    found = findings("--to", stub.url, "--progress-timeout", 1)
     check(found["reachable"], "fail", "no answer after 1.0 s", "start the server")
 
 
@@ -202,8 +210,63 @@ def test_an_update_that_is_under_way(
     findings: Callable[..., Any], stub: Stub, reply: Callable[..., Any]
 ) -> None:
     stub.fake.routes["GET /is_paused"] = reply({}, delay=30)
-    found = findings("--to", stub.url, "--connect-timeout", 1)["development mode"]
+    found = findings("--to", stub.url, "--progress-timeout", 1)["development mode"]
     check(found, "fail", "an update is under way, or a worker hangs", "restart the server")
+
+
+def test_a_server_that_has_lost_a_worker(
+    findings: Callable[..., Any], stub: Stub, reply: Callable[..., Any]
+) -> None:
+    stub.fake.routes["GET /health"] = reply("", 503)
+    found = findings("--to", stub.url)
+    check(found["health"], "fail", "its engine or a worker has died", "restart the server")
+    assert "backend" not in found
+    del stub.fake.routes["GET /health"]
+    check(findings("--to", stub.url)["health"], "warn", "404", "look into the server's log")
+
+
+def test_a_worker_of_the_reference_server_that_was_killed(
+    findings: Callable[..., Any],
+    start_server: Callable[..., Any],
+    eventually: Callable[..., None],
+) -> None:
+    server = start_server()
+    os.kill(server.pids[0], signal.SIGKILL)
+    eventually(lambda: requests.get(f"{server.url}/health", timeout=5).status_code == 503)
+    check(findings("--to", server.url)["health"], "fail", "has died", "restart the server")
+
+
+@pytest.mark.parametrize(
+    ("instances", "same"), [(("", ""), True), (("a1b2c", "a1b2c"), True), (("a1b2c", "f00"), False)]
+)
+def test_one_server_under_two_urls(
+    findings: Callable[..., Any], stub: Stub, instances: tuple[str, str], same: bool
+) -> None:
+    """vLLM tells its instance. One that tells none is where its URL leads to."""
+    host = stub.url.replace("127.0.0.1", "localhost")
+
+    def info(handler: Any) -> None:  # one port may lead to several servers, each by its name
+        stub.instance = instances["localhost" in handler.headers["Host"]]
+        stub.reply(stub.info())(handler)
+
+    stub.fake.routes["GET /server_info"] = info
+    found = findings("--to", stub.url, "--to", host)["each once"]
+    if same:
+        check(found, "fail", f"{stub.url} and {host} lead to one server", "give each server once")
+    else:
+        assert (found["status"], found["text"]) == ("ok", "2 servers")
+
+
+def test_a_secret_in_what_a_server_says_is_not_shown(
+    findings: Callable[..., Any], stub: Stub
+) -> None:
+    stub.say("version", version="0.33.0+s3cret-key")
+    stub.say("weight_info", weight_version="v-s3cret-key")
+    stub.system = {"env_vars": "NCCL_X=s3cret-key", "torch_version": "s3cret-key"}
+    found = findings("--to", stub.url, "--header", "X-Key: s3cret-key")
+    assert found["complete"]["text"] == "it serves v-…"
+    assert found["version"]["text"].startswith("vLLM 0.33.0+…")
+    assert "s3cret" not in json.dumps(found)
 
 
 def test_a_server_that_fails_is_not_taken_for_one_that_says_no(
@@ -222,11 +285,13 @@ def test_versions_that_cannot_work(findings: Callable[..., Any], stub: Stub) -> 
     stub.say("version", version="0.29.1")
     found = findings("--to", stub.url)["version"]
     check(found, "fail", "vLLM 0.29.1", "upgrade the server to vLLM 0.30 or later")
+    stub.say("version", version="9" * 5000)
+    check(findings("--to", stub.url)["version"], "fail", "'9999", "the URL of a vLLM server")
     stub.say("version", version="none")
     check(findings("--to", stub.url)["version"], "fail", "'none'", "the URL of a vLLM server")
 
 
-@pytest.mark.parametrize("size", [0, -1, "two", None, True])
+@pytest.mark.parametrize("size", [0, -1, "two", None, True, 10**6])
 def test_a_world_size_that_is_none(findings: Callable[..., Any], stub: Stub, size: object) -> None:
     """Case 36."""
     stub.say("get_world_size", world_size=size)
@@ -326,8 +391,19 @@ def test_loopback_with_a_server_elsewhere(
 
 
 def test_an_address_of_somebody_else(findings: Callable[..., Any], stub: Stub) -> None:
-    found = findings("--to", stub.url, "--address", "192.0.2.1")["port"]
-    check(found, "fail", "cannot listen on 192.0.2.1:0", "another --address")
+    found = findings("--to", stub.url, "--address", "192.0.2.1")
+    check(found["address"], "fail", "192.0.2.1 is no address of this host", "with --address, or no")
+    assert "port" not in found
+
+
+def test_too_few_open_files(
+    findings: Callable[..., Any], stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub.say("get_world_size", world_size=4000)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1 << 20))
+    found = findings("--to", stub.url)
+    check(found["open files"], "fail", "a group of 4000 workers takes up to", "ulimit -n")
+    assert "port" not in found
 
 
 def test_a_port_that_is_taken(findings: Callable[..., Any], stub: Stub) -> None:
@@ -504,7 +580,7 @@ def test_memory_of_a_gpu_and_pinned(
     findings: Callable[..., Any], stub: Stub, two_gpus: dict[str, int]
 ) -> None:
     stub.device = "cuda"
-    found = findings("--to", stub.url, "--device", "cuda:1", "--buffer-size", "60GiB")
+    found = findings("--to", stub.url, "--device", "cuda:1", "--buffer-size", "90GiB")
     check(
         found["staging memory"], "fail", "193.27 GB of 149.25 GB that are free on cuda:1", "small"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import socket
@@ -99,6 +101,9 @@ def test_what_is_no_server_url_is_refused(url):
         ("http://user:p@w@host", "http://…@host"),
         ("user:pw@host:1", "host:1"),
         ("host:1", "host:1"),
+        ("http://host:1/models/me@org", "http://host:1/models/me@org"),
+        ("http://user:p@w@host/me@org", "http://…@host/me@org"),
+        ("http://user:p/w@host", "http://…@host"),
     ],
 )
 def test_user_and_password_are_hidden(url, expected):
@@ -208,7 +213,37 @@ def test_an_empty_answer_that_is_no_success_is_no_success(client, fake_server, r
         client().post("/do", {}, 5)
 
 
+@pytest.mark.parametrize("raw", ["-5\r\n{}\r\n0\r\n\r\n", "2\r\n{}\r\n-3\r\n\r\n", "-1\r\n{}"])
+def test_a_chunk_of_a_size_below_zero_is_no_answer(client, fake_server, raw):
+    def send(handler):
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + raw.encode())
+        handler.close_connection = True
+
+    fake_server.routes["GET /x"] = send
+    with pytest.raises(ServerUnreachable, match=r"/x: the answer (is not HTTP|broke off); is the"):
+        client().get("/x", 5)
+
+
+def test_a_text_that_is_none_is_not_sent(client, fake_server, reply):
+    """A lone surrogate, as from an argument that is not UTF-8: servers fail on it from then on."""
+    fake_server.routes["POST /do"] = reply({})
+    with pytest.raises(UsageError, match=r"POST .*/do: a text in it has half a character"):
+        client().post("/do", {"a": ["v\udcff"]}, 5)
+    assert fake_server.calls == []
+    client().post("/do", {"a": "whole: \U0001f600"}, 5)
+    assert fake_server.calls[0].body == {"a": "whole: \U0001f600"}
+
+
 # Failing.
+
+
+def test_no_more_open_files_are_no_fault_of_the_server(client, monkeypatch):
+    def none_left(*args, **kwargs):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket, "getaddrinfo", none_left)
+    with pytest.raises(ServerUnreachable, match=r"/x: Too many open files; raise .*ulimit -n\)$"):
+        client().get("/x", 5)
 
 
 def test_nobody_listens(client, free_port):
@@ -511,6 +546,74 @@ def test_a_server_that_echoes_the_headers_gives_no_secret_away(client, fake_serv
     one = client(headers={"Authorization": f"Bearer {SECRET}"})
     with pytest.raises(StreamerError) as caught:
         one.get("/echo", 5)
+    assert SECRET not in shown(caught.value)
+
+
+def test_an_answer_that_repeats_a_secret_is_given_without_it(client, fake_server, reply):
+    """Its fields go into reports and errors. A weight version is compared and written back."""
+    value = {"version": f"0.33 {SECRET}", "a": [{"b": [SECRET, 1, None, True]}], "n": 5}
+    fake_server.routes["GET /x"] = reply({**value, "weight_version": f"v-{SECRET}"})
+    one = client(headers={"X-Key": SECRET})
+    assert one.get("/x", 5) == {
+        "version": "0.33 …",
+        "a": [{"b": ["…", 1, None, True]}],
+        "n": 5,
+        "weight_version": f"v-{SECRET}",
+    }
+    assert one.hide(f"v-{SECRET}") == "v-…"
+
+
+def test_what_an_answer_has_to_say_is_no_secret(client, fake_server, reply):
+    """Whatever is in a header: the engine of this server, say, or its version."""
+    value = {"backend": "streamer", "device": "cuda:0", "version": "0.33.0"}
+    fake_server.routes["GET /x"] = reply(value)
+    headers = {"X-Backend": "streamer", "X-Engine": "nccl cuda", "X-Vllm-Version": "0.33.0"}
+    assert client(f"http://stream:er@{fake_server.host}", headers=headers).get("/x", 5) == value
+
+
+def test_a_deep_answer_is_no_json_object(client, fake_server, reply):
+    for depth in (400, 900, 100_000):
+        fake_server.routes["GET /x"] = reply('{"a":' + "[" * depth + "]" * depth + "}")
+        with contextlib.suppress(IncompatibleServer):
+            client(headers={"X-Key": SECRET}).get("/x", 5)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        f"{SECRET}\r\n\r\n",
+        f"HTTP/9.9 200 {SECRET}\r\n\r\n",
+        f"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{SECRET}",
+    ],
+)
+def test_what_is_no_http_is_shown_without_secrets(client, fake_server, raw):
+    """The errors of http.client quote it."""
+
+    def send(handler):
+        handler.wfile.write(raw.encode())
+        handler.close_connection = True
+
+    fake_server.routes["GET /x"] = send
+    with pytest.raises(ServerUnreachable) as caught:
+        client(headers={"X-Key": SECRET}).get("/x", 5)
+    assert SECRET not in shown(caught.value)
+
+
+def test_a_proxy_that_repeats_its_password_gives_no_secret_away(client, proxied):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(f"HTTP/1.1 407 not with {SECRET}\r\n\r\n".encode())
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        proxied(f"http://me:{SECRET}@127.0.0.1:{listener.getsockname()[1]}")
+        with pytest.raises(ServerUnreachable, match="407 not with …") as caught:
+            client("https://server.invalid", trust_env=True).get("/x", 5)
+        thread.join()
     assert SECRET not in shown(caught.value)
 
 

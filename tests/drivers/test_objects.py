@@ -85,6 +85,13 @@ class Bare:
         self.inner.finish_weight_update()
 
 
+class TellsOnly(Bare):
+    """Knows a version of its own, which nobody can change."""
+
+    def get_weight_version(self):
+        return "default"
+
+
 class AsLLM(LocalEngine):
     """Takes requests as vLLM's ``LLM`` does: a dict, or an object with an attribute."""
 
@@ -183,6 +190,48 @@ def test_coroutines_without_a_loop_are_refused(make_engine, make_source, weights
         streamer.push(make_source(weights()), to=make_engine(AsAsyncLLM))
 
 
+def test_a_push_on_the_engine_s_own_loop_is_refused_at_once(
+    make_engine, make_source, weights, holds
+):
+    """It would block the loop, and so wait for what cannot begin; from a thread it may."""
+    engine = make_engine(AsAsyncLLM)
+    remedy = "AsAsyncLLM runs on this event loop.*await session.apush.*or push from another thread"
+
+    async def main():
+        to = Engine(engine, loop=asyncio.get_running_loop())
+        started = time.monotonic()
+        with pytest.raises(UsageError, match=remedy):
+            streamer.push(make_source(weights()), to=to)
+        with pytest.raises(UsageError, match=remedy):
+            streamer.connect(to)
+        async with streamer.aconnect(engine) as session:
+            with pytest.raises(UsageError, match=remedy):
+                session.push(make_source(weights()))
+            with pytest.raises(UsageError, match=remedy):
+                session.join()
+            assert time.monotonic() - started < 10
+            await asyncio.to_thread(session.push, make_source(weights()))
+
+    asyncio.run(main())
+    assert holds(engine, weights())
+
+
+def test_a_push_on_another_loop_than_the_engine_s_goes_on(make_engine, make_source, weights, holds):
+    engine = make_engine(AsAsyncLLM)
+    theirs = asyncio.new_event_loop()
+    thread = threading.Thread(target=theirs.run_forever)
+    thread.start()
+
+    async def main():
+        streamer.push(make_source(weights()), to=Engine(engine, loop=theirs))
+
+    asyncio.run(main())
+    theirs.call_soon_threadsafe(theirs.stop)
+    thread.join()
+    theirs.close()
+    assert holds(engine, weights())
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -237,6 +286,15 @@ def test_a_wrapper_is_given_what_the_engine_takes(make_engine, make_source, weig
     assert engine.given["reset_prefix_cache"] == {"reset_running_requests": True}
     assert engine.inner.get_weight_version() == "v"
     assert holds(engine, weights())
+
+
+def test_an_engine_that_tells_a_version_but_takes_none(make_engine, make_source, weights, holds):
+    engine = make_engine(TellsOnly)
+    given = Engine(engine, world_size=1, backend="streamer", device="cpu")
+    with streamer.connect(given, timeouts=TIMEOUTS) as session:
+        for step in range(2):
+            session.push(make_source(weights(step)), weight_version=f"step-{step}")
+            assert holds(engine, weights(step))
 
 
 class KeywordOnly(LocalEngine):

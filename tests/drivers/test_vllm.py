@@ -683,6 +683,21 @@ def test_a_server_that_another_trainer_has_taken_is_left_alone(driver, vllm):
     assert vllm.serves == (f"{INCOMPLETE}v3", True, True)
 
 
+def test_a_late_finish_does_not_commit_what_another_trainer_has_begun(driver, vllm):
+    """A trainer that was suspended in mid-sync, and another that came meanwhile."""
+    late, other = driver(), driver()
+    late.begin("v2")
+    late.update(call_of())
+    other.probe()
+    other.begin("v3")
+    vllm.fake.calls.clear()
+    with pytest.raises(ServerError, match=f"another trainer has pushed.*{INCOMPLETE}v3"):
+        late.commit("v2")
+    assert "another trainer" in late.abandon()
+    assert vllm.fake.posts == []
+    assert vllm.serves == (f"{INCOMPLETE}v3", True, True)
+
+
 # The way back.
 
 

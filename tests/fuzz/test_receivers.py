@@ -34,6 +34,7 @@ INIT = {
     "packed": ODD,
     "packed_buffer_size_bytes": ODD,
     "packed_num_buffers": ODD,
+    "join_seconds": ODD,
     "other": ODD,
 }
 SOUND = {"rank_offset": 1, "world_size": 2, "master_address": "127.0.0.1", "master_port": 1}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import socket
 import threading
+import time
 
 import pytest
 import torch
@@ -72,6 +75,10 @@ def test_a_malformed_init_is_refused(init_info, named):
         ("packed_buffer_size_bytes", "64"),
         ("packed_buffer_size_bytes", 0),
         ("nccl_unique_id_b64", 5),
+        ("join_seconds", "60"),
+        ("join_seconds", 0),
+        ("join_seconds", True),
+        ("join_seconds", float("nan")),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused(key, value):
@@ -84,11 +91,11 @@ def endpoint():
     return Endpoint(torch.device("cpu"), 0)
 
 
-def joined(end, update_open=False):
+def joined(end, update_open=False, **more):
     """A trainer's lifeline and its end of the group, which ``end`` has joined."""
     host = Lifeline.host("127.0.0.1")
     trainer = GlooTransport(host, 0, 2)
-    info = InitInfo(rank_offset=1, world_size=2, **host.rendezvous())
+    info = InitInfo(rank_offset=1, world_size=2, **host.rendezvous(), **more)
     joining = threading.Thread(target=end.join, args=(info,), kwargs={"update_open": update_open})
     joining.start()
     trainer.connect(20)
@@ -134,6 +141,48 @@ def test_an_id_that_is_none_is_refused(text):
     info = InitInfo(rank_offset=1, world_size=2, nccl_unique_id_b64=text)
     with pytest.raises(StreamerError):
         endpoint().join(info, update_open=False)
+
+
+def test_a_worker_joins_for_as_long_as_the_trainer_says(monkeypatch):
+    """Longer than it would by itself."""
+    monkeypatch.setattr("streamer.receiver.endpoint.JOIN_SECONDS", 0.5)
+    host = Lifeline.host("127.0.0.1")
+    trainer = GlooTransport(host, 0, 2)
+    end = endpoint()
+    info = InitInfo(rank_offset=1, world_size=2, join_seconds=20, **host.rendezvous())
+    joining = threading.Thread(target=end.join, args=(info,), kwargs={"update_open": False})
+    joining.start()
+    time.sleep(2)
+    trainer.connect(20)
+    joining.join()
+    trainer.close()
+    host.close()
+    end.leave()
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["ranks missing", "trainer mute"])
+def test_a_worker_gives_up_joining_when_the_trainer_says(there):
+    """Sooner than it would by itself, and in all: not for each step anew."""
+    with contextlib.ExitStack() as stack:
+        if there:
+            host = stack.enter_context(contextlib.closing(Lifeline.host("127.0.0.1")))
+            way = host.rendezvous()
+        else:
+            mute = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            way = {"master_address": "127.0.0.1", "master_port": mute.getsockname()[1]}
+        info = InitInfo(rank_offset=1, world_size=3, join_seconds=1, **way)
+        started = time.monotonic()
+        with pytest.raises(StreamerError):
+            endpoint().join(info, update_open=False)
+        assert time.monotonic() - started < 10
+
+
+def test_a_time_that_torch_cannot_count_is_cut():
+    end = endpoint()
+    host, trainer = joined(end, join_seconds=1e9)
+    trainer.close()
+    host.close()
+    end.leave()
 
 
 def test_a_rank_outside_the_group_is_refused():

@@ -435,6 +435,42 @@ print([thread.name for thread in threading.enumerate()], flush=True)
         trainer.stdout.close()
 
 
+AT_EXIT = """
+import datetime, threading, time
+from streamer.transport import gloo
+from streamer.transport.lifeline import Lifeline
+store = Lifeline.host("127.0.0.1").store
+inside = threading.Event()
+
+class Stuck:
+    def is_completed(self):  # stays in torch for a while
+        inside.set()
+        try:
+            store.wait(["never"], datetime.timedelta(seconds=0.2))
+        except RuntimeError:
+            return False
+
+class Late:
+    def __init__(self):
+        self.sleep = time.sleep
+    def __del__(self):  # the interpreter is past its threads
+        self.sleep(0.5)
+
+late = Late()
+threading.Thread(target=gloo._drop_when_done, args=([None, Stuck()],), daemon=True).start()
+inside.wait()
+"""
+
+
+def test_a_process_that_ends_does_not_meet_the_thread_that_waits():
+    """A call of torch's that comes back then, on a daemon thread, aborts the process."""
+    env = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, env=env
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_a_worker_that_is_stopped_for_a_while_goes_on(group):
     """Slow is not dead: nothing is given up before the deadline."""
     transport = group.start(f"tell(receive(torch.uint8, ({LARGE},)))")

@@ -30,6 +30,10 @@ for line in sys.stdin:
     if line == "close while held\\n":
         held = lifeline.store
         lifeline.close()
+    if line == "call the roll\\n":
+        lifeline.call_roll([1])
+        print("done", lifeline.absent([1], 5, lambda: None), sep="\\n", flush=True)
+        continue
     if line == "hold the GIL\\n":
         ctypes.PyDLL(None).sleep(3)
     print("done", flush=True)
@@ -81,7 +85,7 @@ def watched(trainer):
     """A worker's end that watches; what it was told, and when."""
     worker = Lifeline.join("127.0.0.1", trainer.port, 20)
     told: list[tuple[float, str]] = []
-    worker.watch(lambda reason: told.append((time.monotonic(), reason)))
+    worker.watch(1, lambda reason: told.append((time.monotonic(), reason)))
     time.sleep(2 * module.BEAT_SECONDS)
     assert told == []
     yield worker, told
@@ -272,11 +276,124 @@ def test_a_trainer_that_is_busy_is_not_taken_for_dead(quick, trainer):
     """The store answers from a thread that needs no GIL."""
     worker = Lifeline.join("127.0.0.1", trainer.port, 20)
     told: list[str] = []
-    worker.watch(told.append)
+    worker.watch(1, told.append)
     trainer.tell("hold the GIL")
     trainer.answer()
     assert told == []
     worker.close()
+
+
+def absent(host, *ranks, timeout=5.0):
+    started = time.monotonic()
+    found = host.absent(ranks, timeout, lambda: None)
+    return list(found), time.monotonic() - started
+
+
+def test_workers_answer_the_roll_at_once():
+    host = Lifeline.host("127.0.0.1")
+    workers = [Lifeline.join("127.0.0.1", host.port, 10) for _ in range(2)]
+    for rank, worker in enumerate(workers, 1):
+        worker.report(rank)
+        worker.watch(rank, lambda reason: None)
+    for _ in range(20):
+        host.call_roll([1, 2])
+        found, seconds = absent(host, 1, 2)
+        assert found == []
+        assert seconds < 1
+    workers[1].close()  # as one that was killed: without a word
+    host.call_roll([1, 2])
+    found, seconds = absent(host, 1, 2, timeout=0.5)
+    assert found == [2]
+    assert 0.4 < seconds < 3
+    host.report(2, left=True)
+    host.call_roll([1, 2])
+    found, seconds = absent(host, 1, 2)
+    assert found == [2]
+    assert seconds < 1, "one that has said that it left is not waited for"
+    workers[0].close()
+    host.close()
+
+
+def test_a_wait_for_the_absent_can_be_stopped():
+    host = Lifeline.host("127.0.0.1")
+
+    def check():
+        raise TransportError("stopped")
+
+    host.call_roll([1])
+    with pytest.raises(TransportError, match="stopped"):
+        host.absent([1], 60, check)
+    host.close()
+
+
+def test_a_trainer_that_was_stopped_finds_that_its_worker_has_left(trainer, eventually):
+    """It looks as soon as it goes on."""
+    worker = Lifeline.join("127.0.0.1", trainer.port, 20)
+    worker.report(1)
+    told: list[str] = []
+    worker.watch(1, told.append)
+    trainer.tell("call the roll")
+    trainer.answer()
+    assert trainer.process.stdout.readline() == "[]\n"
+    os.kill(trainer.process.pid, signal.SIGSTOP)
+    eventually(lambda: told, 20)
+    trainer.tell("call the roll")
+    os.kill(trainer.process.pid, signal.SIGCONT)
+    resumed = time.monotonic()
+    trainer.answer()
+    assert trainer.process.stdout.readline() == "[1]\n"
+    assert time.monotonic() - resumed < 2
+    worker.close()
+
+
+AT_EXIT = """
+import time
+from streamer.transport.lifeline import Lifeline
+host = Lifeline.host("127.0.0.1")
+worker = Lifeline.join("127.0.0.1", host.port, 10)
+worker.report(1)
+worker.watch(1, print)
+
+class Late:
+    def __init__(self):
+        self.host, self.sleep = host, time.sleep
+    def __del__(self):  # the interpreter is past its threads
+        self.host.store.set("streamer/call/1", "1")
+        self.sleep(0.3)
+
+late = Late()
+"""
+
+
+def test_a_worker_may_exit_while_it_is_called():
+    """A call of torch's that comes back then, on a daemon thread, aborts the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+FORKED = """
+import os, sys
+from streamer.transport.lifeline import Lifeline
+host = Lifeline.host("127.0.0.1")
+worker = Lifeline.join("127.0.0.1", host.port, 10)
+worker.report(1)
+worker.watch(1, print)
+child = os.fork()
+if not child:
+    sys.exit()
+os.waitpid(child, 0)
+host.call_roll([1])
+print(host.absent([1], 5, lambda: None))
+"""
+
+
+def test_a_fork_that_exits_does_not_leave():
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
 
 
 WORKER = """
@@ -284,7 +401,7 @@ import sys
 from streamer.transport import lifeline as module
 module.BEAT_SECONDS, module.SILENCE_SECONDS = 0.2, 1.5
 lifeline = module.Lifeline.join("127.0.0.1", int(sys.argv[1]), 20)
-lifeline.watch(lambda reason: print("told", flush=True))
+lifeline.watch(1, lambda reason: print("told", flush=True))
 print("watching", flush=True)
 sys.stdin.read()
 """
@@ -327,7 +444,7 @@ def test_nothing_is_told_after_a_close(quick, trainer, watched):
 
 def test_the_watching_threads_end_with_it(trainer, watched, eventually):
     worker, told = watched
-    ours = {"streamer-ask", "streamer-listen"}
+    ours = {"streamer-ask", "streamer-listen", "streamer-answer"}
     assert ours <= {thread.name for thread in threading.enumerate()}
     worker.close()
     eventually(lambda: not ours & {thread.name for thread in threading.enumerate()}, 3)
@@ -339,7 +456,7 @@ def test_coming_and_going_leaks_nothing(leaks, eventually):
         host = Lifeline.host("127.0.0.1")
         worker = Lifeline.join("127.0.0.1", host.port, 10)
         worker.report(1)
-        worker.watch(lambda reason: None)
+        worker.watch(1, lambda reason: None)
         worker.close()
         host.close()
 
