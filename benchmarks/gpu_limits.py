@@ -74,6 +74,8 @@ def ours(
 
 def start_server(gpu: str) -> tuple[subprocess.Popen[str], str]:
     environment = dict(os.environ, CUDA_VISIBLE_DEVICES=gpu)
+    if "NCCL_HOSTID" in environment:  # one GPU for both
+        environment["NCCL_HOSTID"] = "receiver"
     command = [sys.executable, "-m", "streamer", "serve", "--port", "0", "--workers", "1"]
     command += ["--device", "cuda", "--discard", "--until-eof"]
     server = subprocess.Popen(

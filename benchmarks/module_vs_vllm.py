@@ -1,12 +1,13 @@
 """Tensors on the GPU into a running vLLM: vLLM's own trainer engine and streamer, same run.
 
     python benchmarks/module_vs_vllm.py --url http://127.0.0.1:8000 --checkpoint FOLDER \
-        [--sizes 64,256,1024] [--num-buffers 2,3] [--trace FILE]
+        [--sizes 64,256,1024] [--num-buffers 2,3] [--names norm] [--trace FILE]
 
 Needs vLLM importable on the trainer's side, for the rival only. Seconds are medians of connected
 syncs, from ``/pause`` to the end of ``/resume`` for both: whoever uses the rival must call these,
 as a completion during an update kills the server. streamer marks the server as incomplete and
-resets its prefix cache as well.
+resets its prefix cache as well. With ``--names`` only tensors whose names hold that text are sent:
+few bytes leave what a sync takes whatever its size.
 """
 
 from __future__ import annotations
@@ -108,19 +109,21 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--sizes", default="64,256,1024", help="MiB of a packed chunk")
     parser.add_argument("--num-buffers", default="2,3", help="of streamer; vLLM's default is 2")
+    parser.add_argument("--names", default="", help="a part of a name: send only such tensors")
     parser.add_argument("--trace", metavar="FILE")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(Path(arguments.checkpoint).glob("*.safetensors")):
         tensors |= load_file(file, device="cuda:0")
+    tensors = {name: tensor for name, tensor in tensors.items() if arguments.names in name}
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     results: dict[str, float] = {}
 
     def tell(what: str, seconds: float, more: str = "") -> None:
         results[what] = seconds
         rate = nbytes / 1e9 / seconds
-        print(f"{what:34} {seconds:.3f} s  {rate:6.1f} GB/s  {more}", flush=True)
+        print(f"{what:34} {seconds:.4f} s  {rate:6.1f} GB/s  {more}", flush=True)
 
     sizes = [int(size) for size in arguments.sizes.split(",")]
     for size in [*sizes, None]:
@@ -133,7 +136,12 @@ def main() -> None:
             reports = ours(arguments.url, tensors, arguments.repeats, packed, chunk, buffers, trace)
             update = statistics.median(report.seconds.update for report in reports)
             total = statistics.median(report.seconds.total for report in reports)
-            tell(f"streamer, {mode}, {buffers} buffers", total, f"update {update:.3f} s")
+            finish = statistics.median(report.seconds.finish for report in reports)
+            tell(
+                f"streamer, {mode}, {buffers} buffers",
+                total,
+                f"update {update:.4f} s, finish {finish:.4f} s",
+            )
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(results, indent=2))
 

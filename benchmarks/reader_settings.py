@@ -1,22 +1,25 @@
 """Readers, slots and cores of a connected push from disk to GPUs, in turns: which are best here.
 
-    python benchmarks/reader_settings.py --url http://127.0.0.1:8000 --checkpoint FOLDER \
+    python benchmarks/reader_settings.py [--url http://127.0.0.1:8000] --checkpoint FOLDER \
         [--settings 16:8:256,12:8:128,16:8:256:0-15] [--rounds 3] [--pushes 5] [--json FILE]
 
-A setting is ``threads:slot MiB:ring MiB[:cores]``. Each is a process of its own, and every round
-goes through all of them, so that what changes on the machine meanwhile meets each. Prints the
-median and the least seconds of all pushes but the first of each process, from open to finish.
+Without ``--url`` the broadcasts reach nobody: what the sending side takes by itself. A setting is
+``threads:slot MiB:ring MiB[:cores]``. Each is a process of its own, and every round goes through
+all, so that what changes on the machine meanwhile meets each. Prints the median and the least
+seconds of all pushes but the first of each process, from open to finish.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 MIB = 1 << 20
 SETTINGS = "16:8:256,12:8:128,20:8:320,16:16:512,24:8:256"
@@ -38,9 +41,26 @@ def push(arguments: argparse.Namespace, setting: str) -> list[dict[str, float]]:
 
     vars(fill)["SLOT_SIZE"] = vars(staging)["SLOT_SIZE"] = int(slot) * MIB
     vars(staging)["RING_SIZE"] = int(ring) * MIB
+    if not arguments.url:
+        return to_nobody(streamer.open_source(arguments.checkpoint), int(threads), arguments.pushes)
     with streamer.connect(arguments.url, threads=int(threads)) as session:
         reports = [session.push(arguments.checkpoint) for _ in range(arguments.pushes + 1)]
     return [report.as_json()["seconds"] for report in reports[1:]]
+
+
+def to_nobody(source: Any, threads: int, pushes: int) -> list[dict[str, float]]:
+    """The same without servers."""
+    import torch
+
+    from streamer.bench.measure import timed
+    from streamer.bench.read import Reading
+
+    everything = 1 << 60
+    with contextlib.closing(
+        Reading(source, torch.device("cuda", 0), threads, sample=everything)
+    ) as reading:
+        seconds = [timed(reading.run)() for _ in range(pushes + 1)][1:]
+    return [{"total": each, "update": each, "finish": 0.0} for each in seconds]
 
 
 def beside(arguments: argparse.Namespace, setting: str) -> list[dict[str, float]]:
@@ -56,7 +76,7 @@ def beside(arguments: argparse.Namespace, setting: str) -> list[dict[str, float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--url", required=True)
+    parser.add_argument("--url", default="")
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--settings", default=SETTINGS)
     parser.add_argument("--rounds", type=int, default=3)

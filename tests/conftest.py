@@ -356,6 +356,13 @@ GPU = os.environ.get("STREAMER_TEST_GPU", "")
 """The GPU of the shared server, which has one worker then: tests/gpu."""
 DEVICE = "cuda" if GPU else "cpu"
 
+
+def _on_gpu() -> dict[str, str]:
+    """The environment of a server there. It is another host than we are if NCCL_HOSTID is set."""
+    other = {"NCCL_HOSTID": "receiver"} if "NCCL_HOSTID" in os.environ else {}
+    return {"CUDA_VISIBLE_DEVICES": GPU} | other
+
+
 _REFERENCE = """
 import asyncio, json, sys
 from streamer.receiver import server
@@ -444,7 +451,7 @@ class ReferenceServer:
                 stderr=log,
                 text=True,
                 start_new_session=True,
-                env=os.environ | ({"CUDA_VISIBLE_DEVICES": GPU} if GPU else {}),
+                env=os.environ | (_on_gpu() if GPU else {}),
             )
         assert self.process.stdout is not None
         try:
