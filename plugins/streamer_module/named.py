@@ -104,9 +104,8 @@ def check_names(names: Iterable[tuple[str, str]]) -> None:
 
 def check_tensor(name: str, tensor: object) -> None:
     """Raise `SourceError` unless ``tensor`` is plain memory that holds the values themselves."""
-    kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
     if not isinstance(tensor, torch.Tensor):
-        raise SourceError(f"{name} is a {kind}, not a tensor")
+        raise SourceError(f"{name} is a {_kind(tensor)}, not a tensor")
     if hasattr(tensor, "ds_id") and tensor.shape != getattr(tensor, "ds_shape", None):
         raise SourceError(
             f"{name} is partitioned by DeepSpeed ZeRO-3: use ZeRO-2 or FSDP, or gather it, with "
@@ -115,6 +114,7 @@ def check_tensor(name: str, tensor: object) -> None:
     if type(tensor) in _PLAIN:
         check_sendable(name, tensor)
         return
+    kind = _kind(tensor)
     if is_sharded_tensor(tensor):
         raise SourceError(
             f"{name} is sharded over ranks ({kind}): the source fsdp gathers it (scheme='fsdp')"
@@ -125,3 +125,7 @@ def check_tensor(name: str, tensor: object) -> None:
         f"{name} is a {kind} of {tensor.dtype}, whose memory is not its values: dequantize it, "
         "or push a state dict of plain tensors under the checkpoint's names"
     )
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -35,6 +35,7 @@ SILENCE_SECONDS = 5.0
 """A trainer whose store does not answer for this long counts as dead."""
 
 _CHECK_SECONDS = 0.5
+_FIRST_SECONDS = 1.0
 _NAMED = 8
 """So many ranks are named in an error."""
 _NO_CALL_SECONDS = 10 * 24 * 3600.0
@@ -300,8 +301,10 @@ def _answering_client(address: str, port: int, timeout: float) -> TCPStore:
     """A client that has been answered once.
 
     Whatever its timeout, a client waits for ever for a trainer that is stopped, or whose first
-    answer was lost, so each attempt is given `SILENCE_SECONDS` on a thread of its own. It also goes
-    on trying to reach a port that is closed: so a trainer that has left is asked for beside it.
+    answer was lost, and for 5 s for a name server that loses a question: torch asks one for the
+    trainer's name. So each attempt has a thread of its own, and twice the patience of the one
+    before, up to `SILENCE_SECONDS`. It also goes on trying to reach a port that is closed: so a
+    trainer that has left is asked for beside it.
     """
 
     def ask() -> TCPStore:
@@ -321,12 +324,13 @@ def _answering_client(address: str, port: int, timeout: float) -> TCPStore:
         with contextlib.suppress(TimeoutError):
             socket.create_connection((address, port), timeout=_CHECK_SECONDS).close()
 
-    deadline = time.monotonic() + timeout
+    deadline, patience = time.monotonic() + timeout, _FIRST_SECONDS
     while True:
         left = max(deadline - time.monotonic(), 0.1)
         try:
-            return _within(min(left, SILENCE_SECONDS), ask, check)
+            return _within(min(left, patience, SILENCE_SECONDS), ask, check)
         except TimeoutError:
+            patience *= 2
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"no answer within {timeout:g} s") from None
 

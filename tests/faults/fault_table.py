@@ -212,7 +212,7 @@ def _of_process(phase: Phase, kind: str) -> Outcome:
         if phase.group == "init":
             return _raises(OLD, DeadlineExceeded, f"ranks [{WORKERS}] have not joined ", phase)
         return _raises(MIXTURE, DeadlineExceeded, "no byte moved", phase)
-    noticed = replace(phase, path="/finish_weight_update") if past else phase
+    noticed = replace(phase, path="/weight_info") if phase.name == "update: answer" else phase
     if kind == "server killed":
         return _raises(Outcome(weights="dead"), *_HTTP_ERRORS["closed"], noticed)
     says = _HTTP_ERRORS["never"][1]
@@ -227,7 +227,7 @@ def _of_process(phase: Phase, kind: str) -> Outcome:
         if phase.name == "update: first byte":
             # What its kernel has received may still be read, or be lost with the connection.
             state = replace(state, weights="old or mixture")
-    elif past:
+    elif phase.group == "finish":
         state = Outcome(paused=True)
     return _raises(state, DeadlineExceeded, says, noticed)
 

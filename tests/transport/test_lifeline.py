@@ -468,3 +468,22 @@ def test_coming_and_going_leaks_nothing(leaks, eventually):
         once()
     eventually(lambda: leaks()["threads"] == 0)
     eventually(lambda: leaks()["fds"] <= before["fds"] and leaks()["tasks"] <= before["tasks"], 10)
+
+
+def test_a_name_server_that_loses_a_question_costs_a_second(monkeypatch):
+    """torch asks it for the trainer's name when it connects, and waits for five."""
+    plain, tries = module.TCPStore, []
+
+    def stalls(*args, **options):
+        tries.append(time.monotonic())
+        if len(tries) == 1:
+            time.sleep(4)
+        return plain(*args, **options)
+
+    host = Lifeline.host("127.0.0.1")
+    monkeypatch.setattr(module, "TCPStore", stalls)
+    started = time.monotonic()
+    worker = Lifeline.join("127.0.0.1", host.port, 30)
+    assert time.monotonic() - started < 3
+    worker.close()
+    host.close()
