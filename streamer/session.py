@@ -367,7 +367,7 @@ class Session:
         if self._group is None:
             return
         problem = StreamerError("leaving")
-        # A worker's communicator may be freed only once ours is, or wait for it.
+        # One after the other took a second with vLLM's own engine (docs/measurements.md).
         self._clean_up(problem, lambda driver: driver.leave(), beside=self._drop_group)
         for note in getattr(problem, "__notes__", []):
             log.warning("%s", note)

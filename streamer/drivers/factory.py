@@ -74,7 +74,7 @@ def make_driver(server: str | Engine, options: Options, clock: Clock) -> Driver:
     )
 
 
-def refuse_on_own_loop(servers: Iterable[str | Engine]) -> None:
+def refuse_on_own_loop(engines: Iterable[Engine]) -> None:
     """Raise `UsageError` on the event loop that an engine's coroutines run on.
 
     What is to be called blocks it, and so would wait for what cannot begin.
@@ -83,10 +83,10 @@ def refuse_on_own_loop(servers: Iterable[str | Engine]) -> None:
         loop = asyncio.get_running_loop()
     except RuntimeError:
         return
-    for server in servers:
-        if isinstance(server, Engine) and server.loop is loop:
+    for engine in engines:
+        if engine.loop is loop:
             raise UsageError(
-                f"{server.name} runs on this event loop, which a push would block: await "
+                f"{engine.name} runs on this event loop, which a push would block: await "
                 "session.apush, streamer.apush or aconnect, or push from another thread"
             )
 

@@ -36,6 +36,7 @@ SILENCE_SECONDS = 5.0
 
 _CHECK_SECONDS = 0.5
 _FIRST_SECONDS = 1.0
+"""How long a worker's first attempt to connect may take before it tries again."""
 _NAMED = 8
 """So many ranks are named in an error."""
 _NO_CALL_SECONDS = 10 * 24 * 3600.0
