@@ -8,7 +8,7 @@ again. Without ``--gloo`` the data plane is left out (its broadcasts reach nobod
 are those of the control plane alone; with it each stub has a worker of our own engine, which joins
 the group and receives over Gloo.
 
-``connect`` is a session from nothing to joined; ``push`` a connected push, nine calls a server. The
+``connect`` is a session from nothing to joined; ``push`` a connected push, ten calls a server. The
 stubs have the same two cores as the session here, so the last columns say how much of the processor
 one call takes on either side.
 """
