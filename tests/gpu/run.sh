@@ -77,7 +77,7 @@ for part in "${@:-small}"; do
         8b) timeout 420 "${check[@]}" --models 8b > "$out/8b.log" 2>&1 ;;
         limits) make_8b && benchmark 100 limits "$repo/benchmarks/gpu_limits.py" --checkpoint /tmp/check/8b-7 --json "$out/limits.json" ;;
         push) serve_8b 8150 nccl && benchmark 250 push "$repo/benchmarks/push_vs_reference.py" --url http://127.0.0.1:8150 \
-            --checkpoint /tmp/check/8b-7 --script rlhf_http_nccl_no_vllm.py --modes packed --json "$out/push.json" ;;
+            --checkpoint /tmp/check/8b-7 --script rlhf_http_nccl_no_vllm.py --modes packed --json "$out/push.json" --trace "$out/push-trace" ;;
         module) serve_8b 8150 nccl && benchmark 120 module "$repo/benchmarks/module_vs_vllm.py" --url http://127.0.0.1:8150 \
             --checkpoint /tmp/check/8b-7 --sizes "${SIZES:-64,256,1024}" --json "$out/module.json" --trace "$out/module-trace.json" ;;
         verify) serve_8b 8151 streamer && benchmark 100 verify "$repo/benchmarks/verify_cost.py" --device cuda ;;
