@@ -1,7 +1,7 @@
 """Tensors on the GPU into a running vLLM: vLLM's own trainer engine and streamer, same run.
 
     python benchmarks/module_vs_vllm.py --url http://127.0.0.1:8000 --checkpoint FOLDER \
-        [--sizes 64,256,1024] [--num-buffers 2,3] [--names norm] [--trace FILE]
+        [--sizes 64,256,1024] [--num-buffers 2,3] [--names norm] [--trace PREFIX] [--rounds 2]
 
 Needs vLLM importable on the trainer's side, for the rival only. Seconds are medians of connected
 syncs, from ``/pause`` to the end of ``/resume`` for both: whoever uses the rival must call these,
@@ -106,11 +106,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", required=True)
     parser.add_argument("--checkpoint", required=True)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--sizes", default="64,256,1024", help="MiB of a packed chunk")
+    parser.add_argument("--rounds", type=int, default=2, help="each with a session of its own")
+    parser.add_argument("--repeats", type=int, default=5, help="pushes of a session")
+    parser.add_argument("--sizes", default="64,256,1024", help="MiB of a packed chunk, 0: each")
     parser.add_argument("--num-buffers", default="2,3", help="of streamer; vLLM's default is 2")
     parser.add_argument("--names", default="", help="a part of a name: send only such tensors")
-    parser.add_argument("--trace", metavar="FILE")
+    parser.add_argument("--trace", metavar="PREFIX")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     tensors: dict[str, torch.Tensor] = {}
@@ -118,32 +119,36 @@ def main() -> None:
         tensors |= load_file(file, device="cuda:0")
     tensors = {name: tensor for name, tensor in tensors.items() if arguments.names in name}
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    results: dict[str, float] = {}
-
-    def tell(what: str, seconds: float, more: str = "") -> None:
-        results[what] = seconds
-        rate = nbytes / 1e9 / seconds
-        print(f"{what:34} {seconds:.4f} s  {rate:6.1f} GB/s  {more}", flush=True)
-
-    sizes = [int(size) for size in arguments.sizes.split(",")]
-    for size in [*sizes, None]:
-        packed, chunk = size is not None, (size or 256) * MIB
+    samples: dict[str, list[float]] = {}
+    for size in map(int, arguments.sizes.split(",")):
+        packed, chunk = bool(size), (size or 256) * MIB
         mode = f"packed {size} MiB" if packed else "per tensor"
-        seconds = rival(arguments.url, tensors, arguments.repeats, packed, chunk)
-        tell(f"vLLM, {mode}", statistics.median(seconds))
-        for buffers in map(int, arguments.num_buffers.split(",")):
-            trace = arguments.trace if size == 256 else None
-            reports = ours(arguments.url, tensors, arguments.repeats, packed, chunk, buffers, trace)
-            update = statistics.median(report.seconds.update for report in reports)
-            total = statistics.median(report.seconds.total for report in reports)
-            finish = statistics.median(report.seconds.finish for report in reports)
-            tell(
-                f"streamer, {mode}, {buffers} buffers",
-                total,
-                f"update {update:.4f} s, finish {finish:.4f} s",
-            )
+        for turn in range(arguments.rounds):  # in turns: a server is not always as fast
+            seconds = rival(arguments.url, tensors, arguments.repeats, packed, chunk)
+            samples.setdefault(f"vLLM, {mode}", []).extend(seconds)
+            for buffers in map(int, arguments.num_buffers.split(",")):
+                trace = f"{arguments.trace}-{size}-{buffers}.json" if arguments.trace else None
+                last = turn == arguments.rounds - 1
+                reports = ours(
+                    arguments.url,
+                    tensors,
+                    arguments.repeats,
+                    packed,
+                    chunk,
+                    buffers,
+                    trace if last else None,
+                )
+                for part in ("total", "update", "finish"):
+                    name = f"streamer, {mode}, {buffers} buffers, {part}"
+                    found = [getattr(report.seconds, part) for report in reports]
+                    samples.setdefault(name, []).extend(found)
+    print(f"{'seconds':42} median   least    most    GB/s")
+    for what, found in samples.items():
+        middle = statistics.median(found)
+        spread = f"{middle:.4f}  {min(found):.4f}  {max(found):.4f}"
+        print(f"{what:42} {spread}  {nbytes / 1e9 / middle:6.1f}")
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(results, indent=2))
+        Path(arguments.json).write_text(json.dumps(samples, indent=2))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 On the CPU a chunk is filled in place: readers write straight into the buffer that is broadcast. For
 CUDA, readers fill pinned slots, and one thread has each copied to its place in the device buffer,
-on a copy stream. The readers make no CUDA call, and the ring of slots is small, so that it stays in
-the processor's cache: both decide the speed (docs/measurements.md). Everything is allocated at the
-first use and kept.
+on a copy stream. The readers make no CUDA call but to wait for a slot, and the ring of slots is
+small, so that it stays in the processor's cache: both decide the speed (docs/measurements.md).
+Everything is allocated at the first use and kept.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import ctypes
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -28,8 +27,6 @@ BATCHED = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of small tensors that can be copied many at once."""
 BATCHED_SIZE = 1 << 20
 """Bytes up to which a tensor is small: its copy takes the device less time than its launch."""
-_POLL_SECONDS = 1e-4
-"""How often the copying thread looks for copies that are over, while it waits for reads."""
 
 _SAME_SIZE = {
     1: torch.uint8,
@@ -72,7 +69,7 @@ class _Slot:
         torch.cuda.set_device(device)
         self.tensor = torch.empty(SLOT_SIZE, dtype=torch.uint8, pin_memory=True)
         self.view = as_memoryview(self.tensor)
-        self.copied = torch.cuda.Event()
+        self.copied = torch.cuda.Event(blocking=True)
 
 
 class Stage:
@@ -229,20 +226,11 @@ class Stage:
         self._copies.put((fill, first, end, slot))
 
     def _copy_jobs(self) -> None:
-        """The copying thread: what was read goes to the device; what has arrived frees its slot."""
+        """The copying thread: what was read goes to the device, and its slot to the next reader."""
         assert self.stream is not None
         torch.cuda.set_device(self.device)
         torch.cuda.set_stream(self.stream)
-        flying: deque[_Slot] = deque()
-        while True:
-            while flying and flying[0].copied.query():
-                self._slots.put(flying.popleft())
-            try:
-                copy = self._copies.get(timeout=_POLL_SECONDS if flying else None)
-            except queue.Empty:
-                continue
-            if copy is None:
-                return
+        while (copy := self._copies.get()) is not None:
             fill, first, end, slot = copy
             error: BaseException | None = None
             try:
@@ -251,7 +239,7 @@ class Stage:
                 slot.copied.record()
             except BaseException as problem:
                 error = problem
-            flying.append(slot)
+            self._slots.put(slot)
             fill.end(error)
             del copy, fill, slot, error
 
@@ -260,7 +248,13 @@ class Stage:
             grow = self._slots.empty() and self._slots_left > 0
             self._slots_left -= grow
         if not grow:
-            return self._slots.get()
+            slot = self._slots.get()
+            try:
+                slot.copied.synchronize()
+            except BaseException:
+                self._slots.put(slot)
+                raise
+            return slot
         try:
             return _Slot(self.device)
         except BaseException:

@@ -75,11 +75,12 @@ for part in "${@:-small}"; do
         start) start_8b 8150 nccl ;;
         8b-streamer) timeout 230 "${check[@]}" --models 8b --backends streamer > "$out/8b-streamer.log" 2>&1 ;;
         8b) timeout 420 "${check[@]}" --models 8b > "$out/8b.log" 2>&1 ;;
-        limits) make_8b && benchmark 100 limits "$repo/benchmarks/gpu_limits.py" --checkpoint /tmp/check/8b-7 --json "$out/limits.json" ;;
+        limits) make_8b && benchmark 100 limits "$repo/benchmarks/gpu_limits.py" --checkpoint /tmp/check/8b-7 \
+            --small "${SMALL:-50000}" --json "$out/limits.json" ;;
         push) serve_8b 8150 nccl && benchmark 250 push "$repo/benchmarks/push_vs_reference.py" --url http://127.0.0.1:8150 \
             --checkpoint /tmp/check/8b-7 --script rlhf_http_nccl_no_vllm.py --modes packed --json "$out/push.json" --trace "$out/push-trace" ;;
         module) serve_8b 8150 nccl && benchmark 120 module "$repo/benchmarks/module_vs_vllm.py" --url http://127.0.0.1:8150 \
-            --checkpoint /tmp/check/8b-7 --sizes "${SIZES:-64,256,1024}" --json "$out/module.json" --trace "$out/module-trace.json" ;;
+            --checkpoint /tmp/check/8b-7 --sizes "${SIZES:-64,256,1024,0}" --num-buffers "${BUFFERS:-2,3}" --json "$out/module.json" --trace "$out/module-trace" ;;
         verify) serve_8b 8151 streamer && benchmark 100 verify "$repo/benchmarks/verify_cost.py" --device cuda ;;
         settings) serve_8b 8150 nccl && nvidia-smi topo -m | head -12 && benchmark 330 settings "$repo/benchmarks/reader_settings.py" \
             --url http://127.0.0.1:8150 --checkpoint /tmp/check/8b-7 --settings "${SETTINGS:-16:8:256,12:8:128,20:8:320,16:8:128,12:8:256}" \
@@ -88,7 +89,7 @@ for part in "${@:-small}"; do
             benchmark 200 settings-alone "$repo/benchmarks/reader_settings.py" --checkpoint /tmp/check/8b-7 \
                 --settings "${SETTINGS:-16:8:256,12:8:128,12:8:256,16:16:512,8:8:256,24:8:384}" --json "$out/settings-alone.json" ;;
         calls) serve_8b 8150 nccl && benchmark 60 calls "$repo/benchmarks/module_vs_vllm.py" --url http://127.0.0.1:8150 \
-            --checkpoint /tmp/check/8b-7 --names norm --sizes 256 --json "$out/calls.json" --trace "$out/calls-trace.json" ;;
+            --checkpoint /tmp/check/8b-7 --names norm --sizes 256,0 --json "$out/calls.json" --trace "$out/calls-trace" ;;
         memory) PYTHONPATH=$PYTHONPATH:$repo/benchmarks benchmark 100 memory "$repo/tests/gpu/memory.py" /tmp/check/0.6b-7 ;;
         small-tensors) benchmark 60 small-tensors "$repo/benchmarks/planning.py" --device cuda:0 --json "$out/small-tensors.json" ;;
         cold) serve_8b 8150 nccl && for _ in 1 2 3; do T0=$(date +%s.%N) timeout 60 \
