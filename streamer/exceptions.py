@@ -70,14 +70,16 @@ class ServerUnreachable(ServerError):
 
 
 class ServerRefused(ServerError):
-    """A server answered, and the answer is no. ``status`` is the HTTP status."""
+    """A server answered, and the answer is no. ``status`` is the HTTP status, ``path`` the route
+    that was called, without its query."""
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int, path: str = "") -> None:
         super().__init__(message)
         self.status = status
+        self.path = path
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.args[0], self.status), self.__dict__
+        return type(self), (self.args[0], self.status, self.path), self.__dict__
 
 
 class IncompatibleServer(ServerError):

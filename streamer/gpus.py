@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import torch
 
 from streamer.drivers.base import ServerInfo
+from streamer.drivers.vllm_info import visible_gpus
 from streamer.exceptions import IncompatibleServer
 from streamer.network import is_here
 
@@ -59,13 +60,6 @@ def names_of(device: torch.device) -> list[str]:
     visible = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count())
     uuid = torch.cuda.get_device_properties(device).uuid
     return [visible[device.index], f"GPU-{uuid}"]
-
-
-def visible_gpus(value: str | None, count: int) -> tuple[str, ...]:
-    """The first ``count`` GPUs that a process with this ``CUDA_VISIBLE_DEVICES`` sees."""
-    if value is None:
-        return tuple(map(str, range(count)))
-    return tuple(part.strip() for part in value.split(",") if part.strip())[:count]
 
 
 def in_use_by_others(device: torch.device) -> bool:

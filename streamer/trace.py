@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from streamer.exceptions import StreamerError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Trace:
@@ -49,6 +50,8 @@ class Trace:
         if not self.enabled:
             yield
             return
+        import torch
+
         if self._base is None:
             base = torch.cuda.Event(enable_timing=True)
             base.record()

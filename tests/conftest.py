@@ -271,6 +271,7 @@ class FakeServer:
                 call = Call(self.command, self.path, dict(self.headers.items()), None)
                 with contextlib.suppress(ValueError):
                     call.body = json.loads(raw) if raw else None
+                self.call = call
                 fake.calls.append(call)
                 path = self.path.partition("?")[0]
                 route = fake.routes.get(f"{self.command} {path}")
@@ -521,6 +522,9 @@ class ReferenceServer:
 
     def restore(self) -> None:
         """As it was when it started, but for the tensors: whatever the last test has left."""
+        if self.process.poll() is not None:
+            self.kill()
+            self.start()
         self.heal()
         try:
             with _http() as http:

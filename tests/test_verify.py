@@ -187,7 +187,7 @@ class Liar:
         }
 
         def route(step):
-            return lambda handler: reply(step(fake.calls[-1].body))(handler)
+            return lambda handler: reply(step(handler.call.body))(handler)
 
         fake.routes.update({name: route(step) for name, step in routes.items()})
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from streamer.plan import Call, Plan
-from streamer.verify import Sent
+if TYPE_CHECKING:  # these import torch, for which the command line does not wait to ask a server
+    from streamer.plan import Call, Plan
+    from streamer.verify import Sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,10 @@ class JoinInfo:
     num_buffers: int
 
 
+Request = tuple[str, str, Mapping[str, Any] | None]
+"""Method, route and body of a call."""
+
+
 class Client(Protocol):
     """Asks one server: a route and a JSON object in, a JSON object out.
 
@@ -56,6 +61,9 @@ class Client(Protocol):
         self, path: str, body: Mapping[str, Any] | None, timeout: float | None
     ) -> dict[str, Any]:
         """Have something done. Without a ``timeout`` only `cancel` ends it."""
+
+    def together(self, requests: Sequence[Request], timeout: float | None) -> list[dict[str, Any]]:
+        """Calls none of which needs another's answer, sent in this order; the answers of all."""
 
     def hide(self, text: str) -> str:
         """``text`` that may be shown: without the secrets that go with each call."""

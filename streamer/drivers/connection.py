@@ -15,9 +15,12 @@ import threading
 import time
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from streamer.exceptions import UsageError
+
+_COARSE = 0.1
+"""Seconds by which a deadline may be missed."""
 
 
 class Call:
@@ -28,9 +31,15 @@ class Call:
 
     def __init__(self, timeout: float | None) -> None:
         self.ended = ""
-        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._started = time.monotonic()
+        self._deadline = None if timeout is None else self._started + timeout
         self._watched: socket.socket | None = None
         self._lock = threading.Lock()
+
+    @property
+    def age(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._started
 
     def left(self) -> float | None:
         """Seconds until the deadline, if there is one. Raises `TimeoutError` after it."""
@@ -50,7 +59,7 @@ class Call:
             sock = _Socket(family, kind, protocol)
             sock.call = self
             try:
-                self._watch(sock)
+                self.watch(sock)
                 sock.settimeout(min(timeout, self.left() or timeout))
                 sock.connect(address)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -63,14 +72,10 @@ class Call:
         assert failure is not None
         raise failure
 
-    def _watch(self, sock: socket.socket) -> None:
-        # A descriptor of its own: the one of ``sock`` goes over to TLS, whose own shutdown would
-        # take that layer from under the reading thread.
-        watched = sock.dup()
+    def watch(self, sock: socket.socket) -> None:
+        """``sock`` is what is shut down when the call is ended."""
         with self._lock:
-            before, self._watched = self._watched, watched
-            if before is not None:
-                before.close()
+            self._watched = sock
             self._break()
 
     def end(self, why: str) -> None:
@@ -91,6 +96,13 @@ class Call:
         if watched is not None:
             watched.close()
 
+    def limit(self, sock: socket.socket) -> None:
+        """Give the next read of ``sock`` the time that is left, to a tenth of a second: each change
+        is a call of the system."""
+        left, limit = self.left(), sock.gettimeout()
+        if left is None or limit is None or not 0 <= limit - left < _COARSE:
+            sock.settimeout(left)
+
 
 class _Socket(socket.socket):
     """Gives every read the time that its call has left."""
@@ -98,7 +110,7 @@ class _Socket(socket.socket):
     call: Call
 
     def recv_into(self, *args: Any, **kwargs: Any) -> int:
-        self.settimeout(self.call.left())
+        self.call.limit(self)
         return super().recv_into(*args, **kwargs)
 
 
@@ -108,39 +120,41 @@ class _TlsSocket(ssl.SSLSocket):
     call: Call
 
     def recv_into(self, *args: Any, **kwargs: Any) -> int:
-        self.settimeout(self.call.left())
+        self.call.limit(self)
         return super().recv_into(*args, **kwargs)
 
 
 class Connection(http.client.HTTPConnection):
-    """A connection for one ``call`` to the server at ``url``, through ``proxy`` if there is one."""
+    """A connection for one ``call`` to ``host``, through ``proxy`` if there is one."""
 
     def __init__(
         self,
         call: Call,
-        url: SplitResult,
+        host: str,
+        port: int,
         *,
         timeout: float,
         context: ssl.SSLContext | None,
         proxy: str | None = None,
     ) -> None:
-        assert url.hostname is not None
-        port = url.port or (443 if url.scheme == "https" else 80)
         self._call = call
-        self._name = url.hostname
+        self._name = host
         self._connect_timeout = timeout
         self._context = context
         self._absolute = ""
+        self._pieces: list[bytes] | None = None
         self._more: dict[str, str] = {}
         if proxy is None:
-            super().__init__(url.hostname, port)
+            super().__init__(host, port)
             return
-        host, proxy_port, login = _parse_proxy(proxy)
-        super().__init__(host, proxy_port)
+        proxy_host, proxy_port, login = _parse_proxy(proxy)
+        super().__init__(proxy_host, proxy_port)
         if context is None:
-            self._absolute, self._more = f"{url.scheme}://{url.netloc.rpartition('@')[2]}", login
+            name = f"[{host}]" if ":" in host else host
+            self._absolute = f"http://{name}" if port == 80 else f"http://{name}:{port}"
+            self._more = login
         else:
-            self.set_tunnel(url.hostname, port, login)
+            self.set_tunnel(host, port, login)
 
     def connect(self) -> None:
         """Called by `http.client` when it needs the connection."""
@@ -150,6 +164,9 @@ class Connection(http.client.HTTPConnection):
             return
         if self._tunnel_host:  # type: ignore[attr-defined]
             self._tunnel()  # type: ignore[attr-defined]
+        # A descriptor of its own: the one of ``sock`` goes over to TLS, whose own shutdown would
+        # take that layer from under the reading thread.
+        self._call.watch(sock.dup())
         wrapped = self._context.wrap_socket(sock, server_hostname=self._name)
         assert isinstance(wrapped, _TlsSocket)
         wrapped.call = self._call
@@ -157,10 +174,20 @@ class Connection(http.client.HTTPConnection):
 
     def send_request(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
-    ) -> http.client.HTTPResponse:
-        """Send the one request of this connection, and read the head of its answer."""
+    ) -> None:
+        """Send the one request of this connection; `getresponse` reads the head of its answer."""
+        self.connect()
+        self._pieces = []
         self.request(method, self._absolute + path, body, {**headers, **self._more})
-        return self.getresponse()
+        self.sock.sendall(b"".join(self._pieces))
+
+    def send(self, data: Any) -> None:
+        """Called by `http.client` with head and body, which go out as one: to send is to wait for
+        the interpreter's lock, which all calls of a push to many servers share."""
+        if self._pieces is None:
+            super().send(data)
+        else:
+            self._pieces.append(data)
 
 
 def tls_context(ca_bundle: str | None) -> ssl.SSLContext:

@@ -9,12 +9,12 @@ import json
 import os
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from streamer import descriptors
+from streamer.drivers.base import Request
 from streamer.drivers.connection import (
     Call,
     Connection,
@@ -27,6 +27,7 @@ from streamer.exceptions import (
     IncompatibleServer,
     ServerRefused,
     ServerUnreachable,
+    StreamerError,
     UsageError,
 )
 from streamer.trace import Trace
@@ -118,27 +119,17 @@ class HttpClient:
         parts = urlsplit(self._base)
         if parts.username is not None:
             self._headers["Authorization"] = basic_login(parts.username, parts.password)
-        self._parts = parts
+        self.host = parts.hostname or ""
+        """The host name or address of the server."""
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._path = parts.path
         self._context = tls_context(ca_bundle) if parts.scheme == "https" else None
         self._calls: set[Call] = set()
         self._lock = threading.Lock()
 
-    @property
-    def host(self) -> str:
-        """The host name or address of the server."""
-        host = urlsplit(self._base).hostname
-        assert host is not None
-        return host
-
-    @property
-    def port(self) -> int:
-        """The port of the server."""
-        parts = urlsplit(self._base)
-        return parts.port or (443 if parts.scheme == "https" else 80)
-
     def get(self, path: str, timeout: float) -> dict[str, Any]:
         """GET ``path`` and return the JSON object it answers."""
-        return self._call("GET", path, None, timeout)
+        return self.together([("GET", path, None)], timeout)[0]
 
     def post(
         self, path: str, body: Mapping[str, Any] | None, timeout: float | None
@@ -147,64 +138,93 @@ class HttpClient:
 
         Without a ``timeout`` only `cancel` ends it: for a call that lasts while bytes flow.
         """
-        return self._call("POST", path, body, timeout)
+        return self.together([("POST", path, body)], timeout)[0]
 
-    def _call(
+    def together(self, requests: Sequence[Request], timeout: float | None) -> list[dict[str, Any]]:
+        """Send all, in this order, without waiting for an answer, and return what they answer.
+
+        Each has ``timeout`` seconds. All have been answered, or have failed, when this raises the
+        first error: what is undone then is not overtaken by what was asked.
+        """
+        begun: list[Callable[[], dict[str, Any]]] = []
+        answers: list[dict[str, Any]] = []
+        failure: StreamerError | None = None
+        with contextlib.ExitStack() as calls:
+            try:
+                begun.extend(calls.enter_context(self._begun(*one, timeout)) for one in requests)
+            except StreamerError as error:
+                failure = error
+            for answer in begun:
+                try:
+                    answers.append(answer())
+                except StreamerError as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
+        return answers
+
+    @contextlib.contextmanager
+    def _begun(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None
-    ) -> dict[str, Any]:
-        what = f"{method} {self.url}{path.partition('?')[0]}"
+    ) -> Iterator[Callable[[], dict[str, Any]]]:
+        """A call that has been sent, as what waits for its answer."""
+        route = path.partition("?")[0]
+        what = f"{method} {self.url}{route}"
         content = None if body is None else _encoded(what, body)
-        started = time.monotonic()
+        headers = self._headers
+        if content is not None:
+            headers = {**headers, "Content-Type": "application/json"}
         call = Call(timeout)
         with self._lock:
             self._calls.add(call)
-        try:
-            with self._trace.span(what):
-                status, headers, answer = self._exchange(call, what, method, path, content)
+        # A kept connection may be closed by the server just as the next call is sent on it, and a
+        # POST that was lost so could not be repeated: each call has its own.
+        connection = Connection(
+            call,
+            self.host,
+            self.port,
+            timeout=self._connect_timeout,
+            context=self._context,
+            proxy=self._proxy,
+        )
+        with self._trace.span(what), contextlib.closing(call), contextlib.closing(connection):
+            try:
+                with self._named(what, call):
+                    connection.send_request(method, self._path + path, content, headers)
+                yield lambda: self._answer(route, what, *self._receive(what, call, connection))
+            finally:
+                with self._lock:
+                    self._calls.discard(call)
+
+    def _receive(
+        self, what: str, call: Call, connection: Connection
+    ) -> tuple[int, http.client.HTTPMessage, bytes]:
+        """Status, headers and body of the answer."""
+        with self._named(what, call):
+            with connection.getresponse() as response:
+                answer = _read(what, response)
             if call.ended:  # a broken connection may look like the end of the answer
                 raise ConnectionError(call.ended)
+        return response.status, response.headers, answer
+
+    @contextlib.contextmanager
+    def _named(self, what: str, call: Call) -> Iterator[None]:
+        """What the connection raises in the block, as an error of ours that names the call."""
+        try:
+            yield
         except (OSError, http.client.HTTPException, ValueError) as error:
             # The system's errors are shown as the cause; others may quote the server.
             cause = error if isinstance(error, OSError) and error.errno is not None else None
             if call.ended:
                 raise ServerUnreachable(f"{what}: {call.ended}") from cause
             if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(
-                    f"{what}: no answer after {time.monotonic() - started:.1f} s"
-                ) from cause
+                raise DeadlineExceeded(f"{what}: no answer after {call.age:.1f} s") from cause
             remedy = descriptors.REMEDY if descriptors.ran_out(error) else "is the server up?"
             text = self._quoted(_cause(error))
             raise ServerUnreachable(f"{what}: {text}; {remedy}") from cause
-        finally:
-            call.close()
-            with self._lock:
-                self._calls.discard(call)
-        return self._answer(what, status, headers, answer)
-
-    def _exchange(
-        self, call: Call, what: str, method: str, path: str, content: bytes | None
-    ) -> tuple[int, Mapping[str, str], bytes]:
-        """Status, headers and body of the answer. Raises what the connection raises."""
-        connection = Connection(
-            call,
-            self._parts,
-            timeout=self._connect_timeout,
-            context=self._context,
-            proxy=self._proxy,
-        )
-        headers = self._headers
-        if content is not None:
-            headers = {**headers, "Content-Type": "application/json"}
-        # A kept connection may be closed by the server just as the next call is sent on it, and a
-        # POST that was lost so could not be repeated: each call has its own.
-        with contextlib.closing(connection):
-            response = connection.send_request(method, self._parts.path + path, content, headers)
-            with response:
-                answer = _read(what, response)
-            return response.status, {k.lower(): v for k, v in response.getheaders()}, answer
 
     def _answer(
-        self, what: str, status: int, headers: Mapping[str, str], content: bytes
+        self, path: str, what: str, status: int, headers: http.client.HTTPMessage, content: bytes
     ) -> dict[str, Any]:
         if 300 <= status < 400 and "location" in headers:
             target = hide_user(headers["location"].partition("?")[0])
@@ -212,7 +232,8 @@ class HttpClient:
                 f"{what}: redirected to {self._quoted(target)}; give that URL instead"
             )
         if status >= 400:
-            raise ServerRefused(f"{what}: {status} {self._quoted(_text(content))}", status)
+            text = self._quoted(_text(content))
+            raise ServerRefused(f"{what}: {status} {text}", status, path)
         if status < 300:
             value = _json(content, self._hide_told) if content.strip() else {}
             if isinstance(value, dict):

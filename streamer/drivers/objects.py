@@ -9,13 +9,13 @@ not paused.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
 import torch
 
-from streamer.drivers.base import ServerInfo
+from streamer.drivers.base import Request, ServerInfo
 from streamer.drivers.calls import Calls, takes
 from streamer.drivers.engine import Engine
 from streamer.drivers.vllm import VllmDriver
@@ -67,6 +67,10 @@ class EngineClient:
         route, _, query = path.partition("?")
         answer = self._routes[route](timeout, **dict(parse_qsl(query)), **(body or {}))
         return answer if isinstance(answer, dict) else {}
+
+    def together(self, requests: Sequence[Request], timeout: float | None) -> list[dict[str, Any]]:
+        """One after the other: an engine's methods need not stand being called at once."""
+        return [self.post(path, body, timeout) for _, path, body in requests]
 
     def hide(self, text: str) -> str:
         """As it is: no secret goes with a call."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from streamer.drivers.base import Client, JoinInfo, ServerInfo
+from streamer.drivers.base import Client, JoinInfo, Request, ServerInfo
 from streamer.drivers.checksums import ChecksumProof
 from streamer.drivers.vllm_info import START_SO, ask, version_numbers
 from streamer.exceptions import (
@@ -90,6 +90,7 @@ class VllmDriver:
         self._info: ServerInfo | None = None
         self._version: str | None = None
         self._mark = ""
+        self._was_paused: dict[str, Any] | None = None  # what was said of it just before
         self._must_resume = False  # we have paused a server that was serving
         self._began: list[str] = []
         self._finished = False
@@ -136,7 +137,10 @@ class VllmDriver:
                     )
 
     def is_ours(self) -> bool:
-        before, self._version = self._version, self._weight_version()
+        before = self._version
+        # The next sync wants to know both: asked at once, they take the time of one.
+        info, paused = self._together([("GET", "/weight_info", None), ("GET", "/is_paused", None)])
+        self._version, self._was_paused = _version_in(info), paused
         return before == self._version
 
     def serves(self, weight_version: str) -> bool:
@@ -144,7 +148,7 @@ class VllmDriver:
 
     def join(self, info: JoinInfo) -> None:
         self._stuck = False
-        self._last_call = None
+        self._last_call = self._was_paused = None
         self._send(
             "/init_weight_transfer_engine",
             {
@@ -175,19 +179,21 @@ class VllmDriver:
         if self._proof is not None:
             # The layers of a failed update may have no memory: asking would fail, out of step.
             self._proof.begin(ask=not torn)
+        paused, self._was_paused = self._was_paused or self._get("/is_paused"), None
         # Paused by its user, and not by a sync that failed: ours, or by its mark another's.
         held = (
-            self._get("/is_paused").get("is_paused") is True
+            paused.get("is_paused") is True
             and not self._must_resume
             and (not torn or (self._version or "").startswith(INCOMPLETE + _HELD))
         )
         self._mark = f"{INCOMPLETE}{_HELD if held else ''}{weight_version}"
         # First the mark: a trainer that dies right after has paused the server for somebody to see.
         self._began.append("mark")
-        self._post("/update_weight_version", {"new_version": self._mark})
+        steps: list[Request] = [("POST", "/update_weight_version", {"new_version": self._mark})]
         if self._pause != "none":
             self._must_resume = not held
-            self._post(f"/pause?mode={self._pause}")
+            steps.append(("POST", f"/pause?mode={self._pause}", None))
+        self._together(steps)
         if torn and self.info.backend == "nccl":
             self._restore()
         self._began.append("start")
@@ -388,11 +394,10 @@ class VllmDriver:
         self._http.cancel()
 
     def _weight_version(self) -> str | None:
-        value = self._get("/weight_info").get("weight_version")
-        return None if value is None else str(value)
+        return _version_in(self._get("/weight_info"))
 
     def _get(self, path: str) -> dict[str, Any]:
-        with self._route(path):
+        with self._routes():
             return self._http.get(path, self._clock.progress)
 
     def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -404,17 +409,24 @@ class VllmDriver:
     def _send(
         self, path: str, body: dict[str, Any] | None, timeout: float | None
     ) -> dict[str, Any]:
-        with self._route(path):
+        with self._routes():
             return self._http.post(path, body, timeout)
 
+    def _together(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        with self._routes():
+            return self._http.together(requests, self._clock.progress)
+
     @contextlib.contextmanager
-    def _route(self, path: str) -> Iterator[None]:
+    def _routes(self) -> Iterator[None]:
         """A 404 means that the server was not started with this route."""
         try:
             yield
         except ServerRefused as error:
             if error.status != 404:
                 raise
-            raise IncompatibleServer(
-                f"{self.url} has no {path.partition('?')[0]} (404): {START_SO}"
-            ) from error
+            raise IncompatibleServer(f"{self.url} has no {error.path} (404): {START_SO}") from error
+
+
+def _version_in(info: Mapping[str, Any]) -> str | None:
+    value = info.get("weight_version")
+    return None if value is None else str(value)

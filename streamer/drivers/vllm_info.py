@@ -9,7 +9,6 @@ from typing import Any, TypeGuard
 
 from streamer.drivers.base import ServerInfo
 from streamer.exceptions import IncompatibleServer
-from streamer.gpus import visible_gpus
 
 OLDEST = (0, 30)
 CONFIGURE_SO = (
@@ -110,6 +109,13 @@ class Setup:
         if self.device != "cuda" or self.environment is None:
             return ()
         return visible_gpus(self.environment.get("CUDA_VISIBLE_DEVICES"), world_size)
+
+
+def visible_gpus(value: str | None, count: int) -> tuple[str, ...]:
+    """The first ``count`` GPUs that a process with this ``CUDA_VISIBLE_DEVICES`` sees."""
+    if value is None:
+        return tuple(map(str, range(count)))
+    return tuple(part.strip() for part in value.split(",") if part.strip())[:count]
 
 
 def version_numbers(version: str) -> tuple[int, ...]:

@@ -294,6 +294,70 @@ def test_a_connection_that_was_idle_and_is_closed_is_not_used_for_a_post(
     assert fake_server.posts == ["/one", "/two"]
 
 
+# Several calls at once.
+
+
+def test_calls_together_do_not_wait_for_each_other(client, fake_server, reply):
+    both = threading.Barrier(2, timeout=5)
+
+    def meet(content):
+        def answer(handler):
+            both.wait()
+            reply(content)(handler)
+
+        return answer
+
+    fake_server.routes["POST /one"], fake_server.routes["GET /two"] = meet({"a": 1}), meet({"b": 2})
+    requests = [("POST", "/one", {"x": 1}), ("GET", "/two", None)]
+    assert client().together(requests, 5) == [{"a": 1}, {"b": 2}]
+    assert {call.path: call.body for call in fake_server.calls} == {"/one": {"x": 1}, "/two": None}
+
+
+def test_of_calls_together_all_have_ended_when_one_raises(client, fake_server, reply):
+    fake_server.routes["POST /one"] = reply({"detail": "no"}, 500)
+    fake_server.routes["POST /two"] = reply({}, delay=0.5)
+    done = time.monotonic()
+    with pytest.raises(ServerRefused, match="/one: 500 no") as caught:
+        client().together([("POST", "/one", None), ("POST", "/two", None)], 5)
+    assert time.monotonic() - done >= 0.5
+    assert (caught.value.status, caught.value.path) == (500, "/one")
+
+
+def test_of_calls_together_the_first_error_is_told(client, fake_server, reply):
+    fake_server.routes["POST /one"] = reply({"detail": "slow"}, 500, delay=0.3)
+    fake_server.routes["POST /two"] = reply({"detail": "fast"}, 500)
+    with pytest.raises(ServerRefused, match="slow"):
+        client().together([("POST", "/one", None), ("POST", "/two", None)], 5)
+
+
+def test_a_call_that_cannot_be_sent_leaves_none_of_those_before_it(client, fake_server, reply):
+    fake_server.routes["POST /one"] = reply({}, delay=0.3)
+    begun = time.monotonic()
+    with pytest.raises(UsageError, match="half a character"):
+        client().together([("POST", "/one", None), ("POST", "/two", {"a": "\ud800"})], 5)
+    assert time.monotonic() - begun >= 0.3
+    assert fake_server.posts == ["/one"]
+
+
+def test_calls_together_can_be_cancelled(client, fake_server, reply, eventually):
+    fake_server.routes["POST /one"] = fake_server.routes["POST /two"] = reply({}, delay=30)
+    one, failures = client(), []
+
+    def call():
+        try:
+            one.together([("POST", "/one", None), ("POST", "/two", None)], None)
+        except StreamerError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    eventually(lambda: len(fake_server.posts) == 2)
+    one.cancel()
+    thread.join(5)
+    assert [type(error) for error in failures] == [ServerUnreachable]
+    assert "/one: cancelled" in str(failures[0])
+
+
 def test_half_an_answer_is_an_error(client, fake_server, reply):
     fake_server.routes["GET /x"] = lambda handler: (
         reply({"a": 1}, headers={"Content-Length": "5000"})(handler),
