@@ -6,6 +6,7 @@ import dataclasses
 import time
 
 from streamer.cli import _options as o
+from streamer.cli._ahead import begin_ahead
 from streamer.cli._files import tracing
 from streamer.cli._headers import make_headers
 from streamer.cli._output import one_line, print_json
@@ -54,6 +55,16 @@ def push(
 
     When this ends with exit code 0, all servers answer with the new weights.
     """
+    headers = make_headers(header, api_key)
+    ca = None if ca_bundle is None else str(ca_bundle)
+    begin_ahead(
+        to,
+        device,
+        connect_timeout=connect_timeout,
+        headers=headers,
+        ca_bundle=ca,
+        trust_env=trust_env_proxies,
+    )
     import_torch()
     from streamer.session import Session
 
@@ -72,8 +83,8 @@ def push(
                 device=device,
                 address=address,
                 port=port,
-                headers=make_headers(header, api_key),
-                ca_bundle=None if ca_bundle is None else str(ca_bundle),
+                headers=headers,
+                ca_bundle=ca,
                 trust_env=trust_env_proxies,
                 verify=verify,
                 trace=timeline,

@@ -20,6 +20,9 @@ def at(step: str) -> None:
 
 def main(url: str, checkpoint: str) -> None:
     at("python")
+    from streamer.cli._ahead import begin_ahead
+
+    begin_ahead([url], None, connect_timeout=5, headers={}, ca_bundle=None, trust_env=False)
     import torch
 
     at("torch")

@@ -1,0 +1,60 @@
+"""What takes long by itself is begun before torch is imported, which takes seconds as well."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Mapping, Sequence
+
+from streamer.drivers.http import HttpClient
+from streamer.drivers.vllm_info import SERVER_INFO, Setup
+from streamer.exceptions import StreamerError
+
+
+def begin_ahead(
+    servers: Sequence[str],
+    device: str | None,
+    *,
+    connect_timeout: float,
+    headers: Mapping[str, str],
+    ca_bundle: str | None,
+    trust_env: bool,
+) -> None:
+    """Ask each server what it is, and make the CUDA context of ``device`` if one of them has GPUs.
+
+    vLLM takes two seconds for its first answer to this, and a context takes half a second. Returns
+    at once; nothing comes of it but time, as all is asked again. Raises `UsageError` for what can
+    be no server or header.
+    """
+    lock = threading.Lock()
+    for url in servers:
+        client = HttpClient(
+            url,
+            connect_timeout=connect_timeout,
+            headers=headers,
+            ca_bundle=ca_bundle,
+            trust_env=trust_env,
+        )
+        threading.Thread(target=_ask, args=(client, device, lock), daemon=True).start()
+
+
+def _ask(client: HttpClient, device: str | None, lock: threading.Lock) -> None:
+    # What goes wrong here goes wrong again where it is told.
+    with contextlib.suppress(StreamerError):
+        setup = Setup.parse(client.get(SERVER_INFO, 60.0))
+        if setup.device == "cuda":
+            with lock:
+                make_context(device)
+
+
+def make_context(device: str | None) -> None:
+    """Make the primary context of a CUDA device, which torch takes over, and keep it."""
+    kind, _, index = (device or "cuda").partition(":")
+    if kind != "cuda" or not (index or "0").isdecimal():
+        return
+    with contextlib.suppress(OSError):  # no driver, no device
+        cuda = ctypes.CDLL("libcuda.so.1")
+        context = ctypes.c_void_p()
+        if cuda.cuInit(0) == 0:
+            cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), int(index or "0"))
