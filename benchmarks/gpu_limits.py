@@ -59,14 +59,25 @@ def raw(port: int, rank: int, sizes: list[int], nbytes: int, repeats: int) -> di
 
 
 def ours(
-    url: str, tensors: dict[str, torch.Tensor], repeats: int, packed: bool, size: int
+    url: str,
+    tensors: dict[str, torch.Tensor],
+    repeats: int,
+    packed: bool,
+    size: int,
+    trace: str | None = None,
 ) -> tuple[float, float, float]:
     """Median seconds of the update and of the whole, and extra device memory in MiB."""
     torch.cuda.empty_cache()
     before, _ = torch.cuda.mem_get_info()
-    with streamer.connect(url, packed=packed, buffer_size=size) as session:
+    record = streamer.Trace()
+    with streamer.connect(url, packed=packed, buffer_size=size, trace=record) as session:
         reports = [session.push(tensors) for _ in range(repeats + 1)]
         after, _ = torch.cuda.mem_get_info()
+        if trace is not None:
+            record.enabled = True
+            session.push(tensors)
+    if trace is not None:
+        record.write(trace)
     updates = statistics.median(report.seconds.update for report in reports[1:])
     totals = statistics.median(report.seconds.total for report in reports[1:])
     return updates, totals, (before - after) / MIB
@@ -93,6 +104,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--small", type=int, default=50_000)
     parser.add_argument("--json")
+    parser.add_argument("--trace", metavar="PREFIX", help="one more push of each size, traced")
     parser.add_argument("--raw-peer", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     specs = streamer.open_source(arguments.checkpoint).specs()
@@ -113,7 +125,9 @@ def main() -> None:
         tensors = {s.name: torch.empty(s.shape, dtype=s.dtype, device="cuda") for s in specs}
         for packed, size in [(True, size) for size in sizes] + [(False, 256 * MIB)]:
             mode = f"packed, {size // MIB} MiB" if packed else "per tensor"
-            update, total, extra = ours(url, tensors, arguments.repeats, packed, size)
+            name = f"{size // MIB if packed else 0}"
+            trace = f"{arguments.trace}-{name}.json" if arguments.trace else None
+            update, total, extra = ours(url, tensors, arguments.repeats, packed, size, trace)
             results[f"streamer, {mode}"] = update
             results[f"streamer, {mode}, total"] = total
             results[f"streamer, {mode}, extra MiB"] = extra

@@ -1,7 +1,8 @@
-"""Where a cold start of ``streamer push`` spends its time: cold.py URL CHECKPOINT
+"""Where a cold start of ``streamer push`` spends its time: cold.py URL CHECKPOINT TRACE
 
-Prints the seconds since ``T0`` (a Unix time, from the environment) at each step, and the report's.
-What the process takes to end is seen from outside.
+Prints the seconds since ``T0`` (a Unix time, from the environment) at each step, and the report's,
+and writes a timeline of them to TRACE: its ``rendezvous`` is NCCL's own part of ``join``. What the
+process takes to end is seen from outside.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def at(step: str) -> None:
     steps.append(f"{step} {time.time() - T0:.2f}")
 
 
-def main(url: str, checkpoint: str) -> None:
+def main(url: str, checkpoint: str, timeline: str) -> None:
     at("python")
     from streamer.cli._ahead import begin_ahead
 
@@ -31,7 +32,8 @@ def main(url: str, checkpoint: str) -> None:
 
     make_app()
     at("streamer")
-    session = streamer.Session(url)
+    trace = streamer.Trace(enabled=True)
+    session = streamer.Session(url, trace=trace)
     at("session")
     source = streamer.open_source(checkpoint)
     at("open")
@@ -44,6 +46,7 @@ def main(url: str, checkpoint: str) -> None:
     at("push")
     session.close()
     at("close")
+    trace.write(timeline)
     print(", ".join(steps), report.as_json()["seconds"], flush=True)
 
 

@@ -3,7 +3,8 @@
 #
 # CARRY holds a packed vLLM (vllm_site.tar.xz), make_checkpoint.py, serve_vllm.sh, the reference
 # script (rlhf_http_nccl_no_vllm.py) and wheels: streamer, and for faults pytest's. Logs and results go to OUT.
-# Parts: start (the 8b server of the other parts, in the background), 8b-streamer (8b with one backend, 120 s),
+# Parts: start (the 8b server of the other parts, in the background: after limits, which it disturbs),
+# 8b-streamer (8b with one backend, 200 s),
 # small (0.6b, fp8 and moe: 200 s), 8b (250 s), limits (60 s), push (130 s), module (90 s),
 # verify (60 s). The last three start an 8b server first (70 s).
 # settings: readers in turns (330 s). small-tensors (30 s). cold: where a cold start spends its time
@@ -76,7 +77,7 @@ for part in "${@:-small}"; do
         8b-streamer) timeout 230 "${check[@]}" --models 8b --backends streamer > "$out/8b-streamer.log" 2>&1 ;;
         8b) timeout 420 "${check[@]}" --models 8b > "$out/8b.log" 2>&1 ;;
         limits) make_8b && benchmark 100 limits "$repo/benchmarks/gpu_limits.py" --checkpoint /tmp/check/8b-7 \
-            --small "${SMALL:-50000}" --json "$out/limits.json" ;;
+            --small "${SMALL:-50000}" --json "$out/limits.json" --trace "$out/limits-trace" ;;
         push) serve_8b 8150 nccl && benchmark 250 push "$repo/benchmarks/push_vs_reference.py" --url http://127.0.0.1:8150 \
             --checkpoint /tmp/check/8b-7 --script rlhf_http_nccl_no_vllm.py --modes packed --json "$out/push.json" --trace "$out/push-trace" ;;
         module) serve_8b 8150 nccl && benchmark 120 module "$repo/benchmarks/module_vs_vllm.py" --url http://127.0.0.1:8150 \
@@ -93,7 +94,7 @@ for part in "${@:-small}"; do
         memory) PYTHONPATH=$PYTHONPATH:$repo/benchmarks benchmark 100 memory "$repo/tests/gpu/memory.py" /tmp/check/0.6b-7 ;;
         small-tensors) benchmark 60 small-tensors "$repo/benchmarks/planning.py" --device cuda:0 --json "$out/small-tensors.json" ;;
         cold) serve_8b 8150 nccl && for _ in 1 2 3; do T0=$(date +%s.%N) timeout 60 \
-            python3 -W ignore "$repo/tests/gpu/cold.py" http://127.0.0.1:8150 /tmp/check/8b-7; date +%s.%N; done; at cold ;;
+            python3 -W ignore "$repo/tests/gpu/cold.py" http://127.0.0.1:8150 /tmp/check/8b-7 "$out/cold-trace.json"; date +%s.%N; done; at cold ;;
         refusal) serve_8b 8150 nccl; for command in push doctor; do
             timeout 60 python3 -W ignore -m streamer "$command" /tmp/check/8b-7 --to http://127.0.0.1:8150 --device cuda:0 2>&1 | tail -25
             echo "rc ${PIPESTATUS[0]}"; done; at refusal ;;
