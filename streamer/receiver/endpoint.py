@@ -13,8 +13,7 @@ import torch
 
 from streamer.digest import StreamDigest
 from streamer.exceptions import PlanError, TransportError
-from streamer.receiver.loop import Sink, parse_update, receive
-from streamer.source import TensorSpec
+from streamer.receiver.loop import Layout, Sink, parse_update, receive
 from streamer.transport.base import Transport
 from streamer.transport.gloo import GlooTransport
 from streamer.transport.lifeline import Lifeline
@@ -99,7 +98,7 @@ class Endpoint:
         self._info: InitInfo | None = None
         self._transport: Transport | None = None
         self._lifeline: Lifeline | None = None
-        self._last: tuple[list[TensorSpec], object] | None = None
+        self._last: Layout | None = None
 
     def join(self, info: InitInfo, *, update_open: bool) -> None:
         """Leave any earlier group and enter this one; returns when all ranks have joined.
@@ -175,21 +174,17 @@ class Endpoint:
         allocate: Callable[[int], torch.Tensor],
         sink: Sink,
     ) -> None:
-        specs, chunk_sizes = parse_update(update_info), update_info.get("chunk_sizes")
-        if not specs and self._last is not None:
-            specs, chunk_sizes = self._last
-        self._last = None
-        receive(
-            transport,
-            specs,
-            packed=info.packed,
-            buffer_size=info.packed_buffer_size_bytes,
-            allocate=allocate,
-            sink=sink,
-            timeout=RECEIVE_SECONDS,
-            chunk_sizes=chunk_sizes,
-        )
-        self._last = specs, chunk_sizes
+        specs = parse_update(update_info)
+        layout, self._last = self._last, None
+        if specs or layout is None:
+            layout = Layout.of(
+                specs,
+                packed=info.packed,
+                buffer_size=info.packed_buffer_size_bytes,
+                chunk_sizes=update_info.get("chunk_sizes"),
+            )
+        receive(transport, layout, allocate=allocate, sink=sink, timeout=RECEIVE_SECONDS)
+        self._last = layout
 
     def abort(self, reason: str) -> None:
         """End a receive that is under way on another thread."""

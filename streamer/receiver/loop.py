@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 
@@ -37,43 +38,66 @@ def parse_update(update_info: Mapping[str, object]) -> list[TensorSpec]:
     return specs
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The chunks of one call: the specs of each in the order on the wire, and its bytes.
+
+    Made once for as many syncs as have the same specs: the first chunk waits for it.
+    """
+
+    chunks: tuple[tuple[Sequence[TensorSpec], int], ...]
+    packed: bool
+
+    @classmethod
+    def of(
+        cls,
+        specs: Sequence[TensorSpec],
+        *,
+        packed: bool,
+        buffer_size: int,
+        chunk_sizes: object = None,
+    ) -> Layout:
+        """``specs``, listed in the order on the wire, cut as the sender cuts them.
+
+        ``chunk_sizes``, if the sender told them, are compared. Raises `PlanError`.
+        """
+        chunks = list(_chunks(specs, packed, buffer_size))
+        sizes = [sum(spec.nbytes for spec in chunk) for chunk in chunks]
+        if chunk_sizes is not None and (
+            not isinstance(chunk_sizes, list)
+            or any(type(n) is not int or n < 0 for n in chunk_sizes)
+        ):
+            raise PlanError(f"chunk_sizes must be a list of byte counts, not {chunk_sizes!r:.100}")
+        if packed and chunk_sizes is not None and chunk_sizes != sizes:
+            raise PlanError(
+                f"the sender cuts {len(chunk_sizes)} chunks of {sum(chunk_sizes)} bytes, this "
+                f"worker expects {len(sizes)} of {sum(sizes)} with a buffer of {buffer_size} "
+                "bytes: nothing was received"
+            )
+        return cls(tuple(zip(chunks, sizes, strict=True)), packed)
+
+
 def receive(
     transport: Transport,
-    specs: Sequence[TensorSpec],
+    layout: Layout,
     *,
-    packed: bool,
-    buffer_size: int,
     allocate: Callable[[int], torch.Tensor],
     sink: Sink,
     timeout: float,
-    chunk_sizes: object = None,
 ) -> None:
-    """Receive ``specs``, listed in the order on the wire, and give each chunk to ``sink``.
+    """Receive what ``layout`` holds, and give each chunk to ``sink``.
 
     ``allocate(nbytes)`` gives the uint8 buffer of a chunk on the transport's device; the tensors
     given to ``sink`` are views of it, so whoever keeps them must allocate a new one each time.
-    ``chunk_sizes``, if the sender told them, are compared before anything is received.
 
     If ``sink`` raises, or a tensor starts where it cannot be viewed, the rest is still received,
     and thrown away, so that the sender and the other workers are not left hanging; then the error
     is raised. ``timeout`` is the longest wait for one broadcast, in seconds.
     """
-    chunks = list(_chunks(specs, packed, buffer_size))
-    sizes = [sum(spec.nbytes for spec in chunk) for chunk in chunks]
-    if chunk_sizes is not None and (
-        not isinstance(chunk_sizes, list) or any(type(n) is not int or n < 0 for n in chunk_sizes)
-    ):
-        raise PlanError(f"chunk_sizes must be a list of byte counts, not {chunk_sizes!r:.100}")
-    if packed and chunk_sizes is not None and chunk_sizes != sizes:
-        raise PlanError(
-            f"the sender cuts {len(chunk_sizes)} chunks of {sum(chunk_sizes)} bytes, this worker "
-            f"expects {len(sizes)} of {sum(sizes)} with a buffer of {buffer_size} bytes: nothing "
-            "was received"
-        )
     failure: Exception | None = None
-    for chunk, size in zip(chunks, sizes, strict=True):
+    for chunk, size in layout.chunks:
         buffer = _allocate(allocate, chunk, size)
-        transport.broadcast(buffer if packed else _view(chunk[0], buffer), timeout)
+        transport.broadcast(buffer if layout.packed else _view(chunk[0], buffer), timeout)
         if failure is None:
             try:
                 sink(list(_views(chunk, buffer)))

@@ -12,7 +12,7 @@ from streamer.broadcast.broadcaster import Broadcaster
 from streamer.broadcast.stream import ChunkStream
 from streamer.exceptions import StreamerError
 from streamer.plan import Plan, make_plan
-from streamer.receiver.loop import receive
+from streamer.receiver.loop import Layout, receive
 from streamer.source import Payload, TensorSpec, WeightSource
 from streamer.testing.loopback import LoopbackGroup
 from streamer.testing.recording import bytes_of
@@ -76,9 +76,11 @@ class _Worker:
             for call in self._plan.calls:
                 receive(
                     self._transport,
-                    call.wire_specs(),
-                    packed=self._plan.packed,
-                    buffer_size=self._plan.buffer_size,
+                    Layout.of(
+                        call.wire_specs(),
+                        packed=self._plan.packed,
+                        buffer_size=self._plan.buffer_size,
+                    ),
                     allocate=lambda nbytes: torch.full((nbytes,), 0xAA, dtype=torch.uint8),
                     sink=self._keep,
                     timeout=PATIENCE,

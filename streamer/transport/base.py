@@ -86,7 +86,7 @@ class Transport(ABC):
                     f"no byte moved for {timeout:g} s: a worker is stuck or gone"
                 )
             time.sleep(pause)
-            pause = min(pause * 1.5, 1e-3)
+            pause = min(pause * 1.5, 2e-4)
 
     def abort(self, reason: str = "aborted") -> None:
         """End everything this rank is stuck in. Idempotent; from any thread."""

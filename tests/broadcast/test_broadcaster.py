@@ -27,7 +27,7 @@ from streamer import (
 )
 from streamer.broadcast.broadcaster import Broadcaster
 from streamer.broadcast.staging import Stage
-from streamer.receiver.loop import parse_update, receive
+from streamer.receiver.loop import Layout, parse_update, receive
 from streamer.source import checked
 from streamer.testing.loopback import LoopbackGroup
 
@@ -54,13 +54,15 @@ class Worker:
             try:
                 receive(
                     self.transport,
-                    parse_update(json.loads(json.dumps(update))),
-                    packed=self.packed,
-                    buffer_size=self.buffer_size,
+                    Layout.of(
+                        parse_update(json.loads(json.dumps(update))),
+                        packed=self.packed,
+                        buffer_size=self.buffer_size,
+                        chunk_sizes=update["chunk_sizes"] if self.packed else None,
+                    ),
                     allocate=lambda n: torch.full((n,), 0xAA, dtype=torch.uint8),
                     sink=self.keep,
                     timeout=PATIENCE,
-                    chunk_sizes=update["chunk_sizes"] if self.packed else None,
                 )
                 answer.set_result(None)
             except Exception as error:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streamer import StreamerError
 from streamer.receiver.endpoint import Endpoint, InitInfo
-from streamer.receiver.loop import parse_update, receive
+from streamer.receiver.loop import Layout, parse_update, receive
 from streamer.transport.base import Transport
 
 pytestmark = pytest.mark.timeout(120)
@@ -118,13 +118,15 @@ def test_update_info(update, chunk_sizes, packed, buffer_size):
     def step():
         receive(
             Nowhere(torch.device("cpu"), 1, 2),
-            parse_update(update),
-            packed=packed,
-            buffer_size=buffer_size,
+            Layout.of(
+                parse_update(update),
+                packed=packed,
+                buffer_size=buffer_size,
+                chunk_sizes=chunk_sizes,
+            ),
             allocate=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8),
             sink=lambda tensors: None,
             timeout=1,
-            chunk_sizes=chunk_sizes,
         )
 
     ours_alone(step)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from streamer import PlanError, StreamerError, TensorSpec, TransportError
-from streamer.receiver.loop import parse_update, receive
+from streamer.receiver.loop import Layout, parse_update, receive
 from streamer.testing.loopback import LoopbackGroup
 
 pytestmark = pytest.mark.timeout(30)
@@ -122,13 +122,10 @@ def specs_of(count, size=10):
 def run(sender, specs, sink, *, packed=True, buffer_size=19, chunk_sizes=None, timeout=10):
     receive(
         sender.group.transport(1),
-        specs,
-        packed=packed,
-        buffer_size=buffer_size,
+        Layout.of(specs, packed=packed, buffer_size=buffer_size, chunk_sizes=chunk_sizes),
         allocate=lambda n: torch.empty(n, dtype=torch.uint8),
         sink=sink,
         timeout=timeout,
-        chunk_sizes=chunk_sizes,
     )
 
 
