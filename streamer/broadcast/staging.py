@@ -64,9 +64,7 @@ def _offset(pair: tuple[torch.Tensor, int]) -> int:
 class _Slot:
     """A piece of pinned memory. ``copied`` is passed once its last contents are on the device."""
 
-    def __init__(self, device: torch.device) -> None:
-        # Pinning memory makes a context on the thread's current device: never on a wrong one.
-        torch.cuda.set_device(device)
+    def __init__(self) -> None:
         self.tensor = torch.empty(SLOT_SIZE, dtype=torch.uint8, pin_memory=True)
         self.view = as_memoryview(self.tensor)
         self.copied = torch.cuda.Event(blocking=True)
@@ -200,6 +198,9 @@ class Stage:
     def _read_jobs(self) -> None:
         """A reader: job after job."""
         take = self._read_to_slot if self._cuda else self._read_in_place
+        if self._cuda:
+            # Pinning memory and waiting for an event make a context on the thread's current device.
+            torch.cuda.set_device(self.device)
         while (job := self._jobs.get()) is not None:
             fill, region, guard = job
             try:
@@ -256,7 +257,7 @@ class Stage:
                 raise
             return slot
         try:
-            return _Slot(self.device)
+            return _Slot()
         except BaseException:
             with self._slots_lock:
                 self._slots_left += 1

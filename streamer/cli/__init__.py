@@ -6,13 +6,10 @@ of the module's name, which imports what is heavy when it runs. A new command is
 
 from __future__ import annotations
 
-import atexit
 import importlib
-import os
 import pkgutil
 import signal
 import sys
-import threading
 from typing import Annotated
 
 import typer
@@ -84,29 +81,4 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     # As after Ctrl-C, a session that is told to end tidies up: servers are not left half-updated.
     signal.signal(signal.SIGTERM, terminate)
-    try:
-        make_app()()
-    except SystemExit as end:
-        _exit_at_once(end)
-        raise
-
-
-def _exit_at_once(end: SystemExit) -> None:
-    """Exit without taking torch and CUDA apart first, which takes half a second.
-
-    What has been registered for the end is done. Returns where there is nothing to be saved, or
-    something is left to the interpreter: threads to be waited for, or output that goes nowhere.
-    """
-    others = [each for each in threading.enumerate() if each is not threading.main_thread()]
-    if "torch" not in sys.modules or not all(each.daemon for each in others):
-        return
-    if not isinstance(end.code, int | None):
-        return
-    atexit._run_exitfuncs()
-    try:
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
-    except OSError:
-        return
-    os._exit(end.code or 0)
+    make_app()()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import signal
 import threading
 from collections.abc import Mapping, Sequence
 
 from streamer.drivers.http import HttpClient
 from streamer.drivers.vllm_info import SERVER_INFO, Setup
-from streamer.exceptions import StreamerError
 
 
 def begin_ahead(
@@ -28,20 +28,25 @@ def begin_ahead(
     be no server or header.
     """
     lock = threading.Lock()
-    for url in servers:
-        client = HttpClient(
-            url,
-            connect_timeout=connect_timeout,
-            headers=headers,
-            ca_bundle=ca_bundle,
-            trust_env=trust_env,
-        )
-        threading.Thread(target=_ask, args=(client, device, lock), daemon=True).start()
+    # The threads inherit this: a signal is the main thread's, which holds it back meanwhile.
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        for url in servers:
+            client = HttpClient(
+                url,
+                connect_timeout=connect_timeout,
+                headers=headers,
+                ca_bundle=ca_bundle,
+                trust_env=trust_env,
+            )
+            threading.Thread(target=_ask, args=(client, device, lock), daemon=True).start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 def _ask(client: HttpClient, device: str | None, lock: threading.Lock) -> None:
     # What goes wrong here goes wrong again where it is told.
-    with contextlib.suppress(StreamerError):
+    with contextlib.suppress(Exception):
         setup = Setup.parse(client.get(SERVER_INFO, 60.0))
         if setup.device == "cuda":
             with lock:

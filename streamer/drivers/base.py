@@ -42,10 +42,6 @@ class JoinInfo:
     num_buffers: int
 
 
-Request = tuple[str, str, Mapping[str, Any] | None]
-"""Method, route and body of a call."""
-
-
 class Client(Protocol):
     """Asks one server: a route and a JSON object in, a JSON object out.
 
@@ -62,8 +58,8 @@ class Client(Protocol):
     ) -> dict[str, Any]:
         """Have something done. Without a ``timeout`` only `cancel` ends it."""
 
-    def together(self, requests: Sequence[Request], timeout: float | None) -> list[dict[str, Any]]:
-        """Calls none of which needs another's answer, sent in this order; the answers of all."""
+    def get_all(self, paths: Sequence[str], timeout: float) -> list[dict[str, Any]]:
+        """Ask several things at once."""
 
     def hide(self, text: str) -> str:
         """``text`` that may be shown: without the secrets that go with each call."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import http.client
+import os
 import socket
 import ssl
 import threading
@@ -154,7 +156,7 @@ class Connection(http.client.HTTPConnection):
             self._absolute = f"http://{name}" if port == 80 else f"http://{name}:{port}"
             self._more = login
         else:
-            self.set_tunnel(host, port, login)
+            self.set_tunnel(f"[{host}]" if ":" in host else host, port, login)
 
     def connect(self) -> None:
         """Called by `http.client` when it needs the connection."""
@@ -179,7 +181,10 @@ class Connection(http.client.HTTPConnection):
         self.connect()
         self._pieces = []
         self.request(method, self._absolute + path, body, {**headers, **self._more})
-        self.sock.sendall(b"".join(self._pieces))
+        self._call.limit(self.sock)
+        # A server may refuse before it has read all, and what it says is still to be had.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.sock.sendall(b"".join(self._pieces))
 
     def send(self, data: Any) -> None:
         """Called by `http.client` with head and body, which go out as one: to send is to wait for
@@ -199,11 +204,16 @@ def tls_context(ca_bundle: str | None) -> ssl.SSLContext:
 
     path = ca_bundle or DEFAULT_CA_BUNDLE_PATH
     try:
-        context = ssl.create_default_context(cafile=path)
+        return _tls_context(path, os.stat(path).st_mtime_ns)
     except OSError as error:  # ssl.SSLError is one
         raise UsageError(
             f"no CA certificates can be read from {path} ({error.strerror}): give a PEM file"
         ) from error
+
+
+@functools.lru_cache(maxsize=4)  # it takes 20 ms, and there may be many servers
+def _tls_context(path: str, changed: int) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=path)
     context.sslsocket_class = _TlsSocket
     return context
 

@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from streamer import descriptors
-from streamer.drivers.base import Request
 from streamer.drivers.connection import (
     Call,
     Connection,
@@ -27,7 +26,6 @@ from streamer.exceptions import (
     IncompatibleServer,
     ServerRefused,
     ServerUnreachable,
-    StreamerError,
     UsageError,
 )
 from streamer.trace import Trace
@@ -60,7 +58,7 @@ def _is_server_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
         valid = url.isprintable() and parts.scheme in ("http", "https")
-        valid = valid and bool(parts.hostname) and parts.port != 0
+        valid = valid and bool(parts.hostname) and " " not in parts.netloc and parts.port != 0
     except ValueError:
         return False
     return valid and not parts.query and not parts.fragment
@@ -129,7 +127,13 @@ class HttpClient:
 
     def get(self, path: str, timeout: float) -> dict[str, Any]:
         """GET ``path`` and return the JSON object it answers."""
-        return self.together([("GET", path, None)], timeout)[0]
+        return self.get_all([path], timeout)[0]
+
+    def get_all(self, paths: Sequence[str], timeout: float) -> list[dict[str, Any]]:
+        """GET ``paths`` at once, each within ``timeout``, and return what they answer."""
+        with contextlib.ExitStack() as calls:
+            begun = [calls.enter_context(self._call("GET", path, None, timeout)) for path in paths]
+            return [answer() for answer in begun]
 
     def post(
         self, path: str, body: Mapping[str, Any] | None, timeout: float | None
@@ -138,33 +142,11 @@ class HttpClient:
 
         Without a ``timeout`` only `cancel` ends it: for a call that lasts while bytes flow.
         """
-        return self.together([("POST", path, body)], timeout)[0]
-
-    def together(self, requests: Sequence[Request], timeout: float | None) -> list[dict[str, Any]]:
-        """Send all, in this order, without waiting for an answer, and return what they answer.
-
-        Each has ``timeout`` seconds. All have been answered, or have failed, when this raises the
-        first error: what is undone then is not overtaken by what was asked.
-        """
-        begun: list[Callable[[], dict[str, Any]]] = []
-        answers: list[dict[str, Any]] = []
-        failure: StreamerError | None = None
-        with contextlib.ExitStack() as calls:
-            try:
-                begun.extend(calls.enter_context(self._begun(*one, timeout)) for one in requests)
-            except StreamerError as error:
-                failure = error
-            for answer in begun:
-                try:
-                    answers.append(answer())
-                except StreamerError as error:
-                    failure = failure or error
-        if failure is not None:
-            raise failure
-        return answers
+        with self._call("POST", path, body, timeout) as answer:
+            return answer()
 
     @contextlib.contextmanager
-    def _begun(
+    def _call(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None
     ) -> Iterator[Callable[[], dict[str, Any]]]:
         """A call that has been sent, as what waits for its answer."""
@@ -177,24 +159,31 @@ class HttpClient:
         call = Call(timeout)
         with self._lock:
             self._calls.add(call)
-        # A kept connection may be closed by the server just as the next call is sent on it, and a
-        # POST that was lost so could not be repeated: each call has its own.
-        connection = Connection(
-            call,
-            self.host,
-            self.port,
-            timeout=self._connect_timeout,
-            context=self._context,
-            proxy=self._proxy,
-        )
-        with self._trace.span(what), contextlib.closing(call), contextlib.closing(connection):
-            try:
+        try:
+            with self._trace.span(what), self._connected(what, call) as connection:
                 with self._named(what, call):
                     connection.send_request(method, self._path + path, content, headers)
                 yield lambda: self._answer(route, what, *self._receive(what, call, connection))
-            finally:
-                with self._lock:
-                    self._calls.discard(call)
+        finally:
+            call.close()
+            with self._lock:
+                self._calls.discard(call)
+
+    @contextlib.contextmanager
+    def _connected(self, what: str, call: Call) -> Iterator[Connection]:
+        # A kept connection may be closed by the server just as the next call is sent on it, and a
+        # POST that was lost so could not be repeated: each call has its own.
+        with self._named(what, call):
+            connection = Connection(
+                call,
+                self.host,
+                self.port,
+                timeout=self._connect_timeout,
+                context=self._context,
+                proxy=self._proxy,
+            )
+        with contextlib.closing(connection):
+            yield connection
 
     def _receive(
         self, what: str, call: Call, connection: Connection
@@ -234,7 +223,7 @@ class HttpClient:
         if status >= 400:
             text = self._quoted(_text(content))
             raise ServerRefused(f"{what}: {status} {text}", status, path)
-        if status < 300:
+        if 200 <= status < 300:
             value = _json(content, self._hide_told) if content.strip() else {}
             if isinstance(value, dict):
                 return value

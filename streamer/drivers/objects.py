@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl
 
 import torch
 
-from streamer.drivers.base import Request, ServerInfo
+from streamer.drivers.base import ServerInfo
 from streamer.drivers.calls import Calls, takes
 from streamer.drivers.engine import Engine
 from streamer.drivers.vllm import VllmDriver
@@ -68,9 +68,9 @@ class EngineClient:
         answer = self._routes[route](timeout, **dict(parse_qsl(query)), **(body or {}))
         return answer if isinstance(answer, dict) else {}
 
-    def together(self, requests: Sequence[Request], timeout: float | None) -> list[dict[str, Any]]:
+    def get_all(self, paths: Sequence[str], timeout: float) -> list[dict[str, Any]]:
         """One after the other: an engine's methods need not stand being called at once."""
-        return [self.post(path, body, timeout) for _, path, body in requests]
+        return [self.get(path, timeout) for path in paths]
 
     def hide(self, text: str) -> str:
         """As it is: no secret goes with a call."""

@@ -8,12 +8,13 @@ docs/protocol.md.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from streamer.drivers.base import Client, JoinInfo, Request, ServerInfo
+from streamer.drivers.base import Client, JoinInfo, ServerInfo
 from streamer.drivers.checksums import ChecksumProof
 from streamer.drivers.vllm_info import START_SO, ask, version_numbers
 from streamer.exceptions import (
@@ -53,6 +54,8 @@ PER_TENSOR_DTYPES = frozenset(
 """What the map of vLLM's own engine knows, which broadcasts a tensor in its own dtype."""
 
 _CLEAN_UP_SECONDS = 5.0
+_FRESH = 0.1
+"""Seconds for which a server counts as paused, or not, as it has said it is."""
 
 
 def check_version(version: object) -> None:
@@ -90,7 +93,7 @@ class VllmDriver:
         self._info: ServerInfo | None = None
         self._version: str | None = None
         self._mark = ""
-        self._was_paused: dict[str, Any] | None = None  # what was said of it just before
+        self._paused: tuple[dict[str, Any], float] = ({}, -_FRESH)  # what was said of it, and when
         self._must_resume = False  # we have paused a server that was serving
         self._began: list[str] = []
         self._finished = False
@@ -138,9 +141,10 @@ class VllmDriver:
 
     def is_ours(self) -> bool:
         before = self._version
-        # The next sync wants to know both: asked at once, they take the time of one.
-        info, paused = self._together([("GET", "/weight_info", None), ("GET", "/is_paused", None)])
-        self._version, self._was_paused = _version_in(info), paused
+        # `begin` follows, and wants to know the second: asked at once, they take the time of one.
+        with self._routes():
+            info, paused = self._http.get_all(["/weight_info", "/is_paused"], self._clock.progress)
+        self._version, self._paused = _version_in(info), (paused, time.monotonic())
         return before == self._version
 
     def serves(self, weight_version: str) -> bool:
@@ -148,7 +152,7 @@ class VllmDriver:
 
     def join(self, info: JoinInfo) -> None:
         self._stuck = False
-        self._last_call = self._was_paused = None
+        self._last_call = None
         self._send(
             "/init_weight_transfer_engine",
             {
@@ -179,25 +183,29 @@ class VllmDriver:
         if self._proof is not None:
             # The layers of a failed update may have no memory: asking would fail, out of step.
             self._proof.begin(ask=not torn)
-        paused, self._was_paused = self._was_paused or self._get("/is_paused"), None
         # Paused by its user, and not by a sync that failed: ours, or by its mark another's.
         held = (
-            paused.get("is_paused") is True
+            self._is_paused()
             and not self._must_resume
             and (not torn or (self._version or "").startswith(INCOMPLETE + _HELD))
         )
         self._mark = f"{INCOMPLETE}{_HELD if held else ''}{weight_version}"
         # First the mark: a trainer that dies right after has paused the server for somebody to see.
         self._began.append("mark")
-        steps: list[Request] = [("POST", "/update_weight_version", {"new_version": self._mark})]
+        self._post("/update_weight_version", {"new_version": self._mark})
         if self._pause != "none":
             self._must_resume = not held
-            steps.append(("POST", f"/pause?mode={self._pause}", None))
-        self._together(steps)
+            self._post(f"/pause?mode={self._pause}")
         if torn and self.info.backend == "nccl":
             self._restore()
         self._began.append("start")
         self._post("/start_weight_update")
+
+    def _is_paused(self) -> bool:
+        said, when = self._paused
+        if time.monotonic() - when > _FRESH:
+            said = self._get("/is_paused")
+        return said.get("is_paused") is True
 
     @property
     def _torn(self) -> bool:
@@ -411,10 +419,6 @@ class VllmDriver:
     ) -> dict[str, Any]:
         with self._routes():
             return self._http.post(path, body, timeout)
-
-    def _together(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        with self._routes():
-            return self._http.together(requests, self._clock.progress)
 
     @contextlib.contextmanager
     def _routes(self) -> Iterator[None]:

@@ -1,8 +1,9 @@
-"""What is begun before torch is there, and how the process ends when it is there."""
+"""What is begun before torch is there."""
 
 from __future__ import annotations
 
 import ctypes
+import signal
 import subprocess
 import sys
 import threading
@@ -125,49 +126,25 @@ def test_what_cannot_be_a_server_is_wrong_usage() -> None:
         _ahead.begin_ahead(["ftp://host"], None, **OPTIONS)
 
 
-# The end.
-
-END = """
-import atexit, sys, threading, time
-import torch
-from streamer import cli
-
-class Late:
-    def __del__(self):
-        print("taken apart", flush=True)
-
-late = Late()
-atexit.register(print, "registered")
-sys.argv = ["streamer", *sys.argv[1:]]
-"""
+def test_a_signal_is_not_for_these_threads(
+    fake_server: Any, reply: Any, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    blocked: list[set[Any]] = []
+    monkeypatch.setattr(
+        _ahead, "_ask", lambda *_: blocked.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+    )
+    _ahead.begin_ahead([fake_server.url], None, **OPTIONS)
+    eventually(lambda: blocked)
+    assert {signal.SIGINT, signal.SIGTERM} <= blocked[0]
+    assert not {signal.SIGINT, signal.SIGTERM} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_what_is_registered_for_the_end_is_done_and_torch_left_as_it_is() -> None:
-    ended = python(END + "cli.main()", "sources")
-    assert ended.returncode == 0
-    assert "safetensors" in ended.stdout
-    assert ended.stdout.endswith("registered\n")
-
-
-def test_the_exit_code_is_kept() -> None:
-    ended = python(END + "cli.main()", "plan", "/no/such/path")
-    assert (ended.returncode, ended.stdout) == (1, "registered\n")
-    assert "/no/such/path" in ended.stderr
-
-
-def test_a_thread_that_is_to_be_waited_for_is() -> None:
-    thread = "threading.Thread(target=lambda: (time.sleep(1), print('through'))).start()\n"
-    ended = python(END + thread + "cli.main()", "sources")
-    assert ended.returncode == 0
-    assert "through\n" in ended.stdout
-
-
-def test_output_that_goes_nowhere_is_an_error_still() -> None:
-    code = "import torch\nfrom streamer import cli\nimport sys\n"
-    code += "sys.argv = ['streamer', 'sources']\ncli.main()"
-    with open("/dev/full", "w") as full:
-        ended = subprocess.run(
-            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, timeout=60,
-            check=False,
-        )  # fmt: skip
-    assert ended.returncode != 0
+def test_ctrl_c_while_torch_is_imported_ends_the_command(
+    start: Callable[..., Any], fake_server: Any, reply: Any, checkpoint: Any, eventually: Any
+) -> None:
+    fake_server.routes["GET /server_info"] = reply(CPU, delay=3)
+    process = start("push", checkpoint, "--to", fake_server.url)
+    eventually(lambda: fake_server.paths)  # torch is about to be imported
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "streamer: interrupted\n")

@@ -38,6 +38,33 @@ def client(fake_server):
     return make
 
 
+@pytest.fixture
+def raw_server():
+    """The URL of a server that takes one call, and answers these bytes, whatever it is asked."""
+    with contextlib.ExitStack() as stack:
+
+        def start(answer, *, read=True, late=0.0):
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+            def serve():
+                with contextlib.suppress(OSError), listener.accept()[0] as taken:
+                    time.sleep(late)
+                    if read:
+                        taken.settimeout(0.5)
+                        with contextlib.suppress(TimeoutError):
+                            while taken.recv(1 << 20):
+                                pass
+                    taken.sendall(answer)
+                    time.sleep(0 if read else 0.2)
+
+            thread = threading.Thread(target=serve)
+            thread.start()
+            stack.callback(thread.join, 10)
+            return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        yield start
+
+
 def shown(error: BaseException) -> str:
     """All that a user may get to see of an error: itself, its causes, its traceback."""
     return "".join(traceback.format_exception(error)) + repr(error)
@@ -294,10 +321,10 @@ def test_a_connection_that_was_idle_and_is_closed_is_not_used_for_a_post(
     assert fake_server.posts == ["/one", "/two"]
 
 
-# Several calls at once.
+# Several questions at once.
 
 
-def test_calls_together_do_not_wait_for_each_other(client, fake_server, reply):
+def test_questions_do_not_wait_for_each_other(client, fake_server, reply):
     both = threading.Barrier(2, timeout=5)
 
     def meet(content):
@@ -307,55 +334,68 @@ def test_calls_together_do_not_wait_for_each_other(client, fake_server, reply):
 
         return answer
 
-    fake_server.routes["POST /one"], fake_server.routes["GET /two"] = meet({"a": 1}), meet({"b": 2})
-    requests = [("POST", "/one", {"x": 1}), ("GET", "/two", None)]
-    assert client().together(requests, 5) == [{"a": 1}, {"b": 2}]
-    assert {call.path: call.body for call in fake_server.calls} == {"/one": {"x": 1}, "/two": None}
+    fake_server.routes["GET /one"], fake_server.routes["GET /two"] = meet({"a": 1}), meet({"b": 2})
+    assert client().get_all(["/one", "/two"], 5) == [{"a": 1}, {"b": 2}]
 
 
-def test_of_calls_together_all_have_ended_when_one_raises(client, fake_server, reply):
-    fake_server.routes["POST /one"] = reply({"detail": "no"}, 500)
-    fake_server.routes["POST /two"] = reply({}, delay=0.5)
-    done = time.monotonic()
-    with pytest.raises(ServerRefused, match="/one: 500 no") as caught:
-        client().together([("POST", "/one", None), ("POST", "/two", None)], 5)
-    assert time.monotonic() - done >= 0.5
-    assert (caught.value.status, caught.value.path) == (500, "/one")
+def test_of_several_questions_the_one_that_is_refused_is_named(client, fake_server, reply):
+    fake_server.routes["GET /one"] = reply({})
+    fake_server.routes["GET /two"] = reply({"detail": "no"}, 500)
+    one = client()
+    with pytest.raises(ServerRefused, match="/two: 500 no") as caught:
+        one.get_all(["/one", "/two"], 5)
+    assert (caught.value.status, caught.value.path) == (500, "/two")
+    assert not one._calls
 
 
-def test_of_calls_together_the_first_error_is_told(client, fake_server, reply):
-    fake_server.routes["POST /one"] = reply({"detail": "slow"}, 500, delay=0.3)
-    fake_server.routes["POST /two"] = reply({"detail": "fast"}, 500)
-    with pytest.raises(ServerRefused, match="slow"):
-        client().together([("POST", "/one", None), ("POST", "/two", None)], 5)
-
-
-def test_a_call_that_cannot_be_sent_leaves_none_of_those_before_it(client, fake_server, reply):
-    fake_server.routes["POST /one"] = reply({}, delay=0.3)
-    begun = time.monotonic()
-    with pytest.raises(UsageError, match="half a character"):
-        client().together([("POST", "/one", None), ("POST", "/two", {"a": "\ud800"})], 5)
-    assert time.monotonic() - begun >= 0.3
-    assert fake_server.posts == ["/one"]
-
-
-def test_calls_together_can_be_cancelled(client, fake_server, reply, eventually):
-    fake_server.routes["POST /one"] = fake_server.routes["POST /two"] = reply({}, delay=30)
-    one, failures = client(), []
-
-    def call():
-        try:
-            one.together([("POST", "/one", None), ("POST", "/two", None)], None)
-        except StreamerError as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    eventually(lambda: len(fake_server.posts) == 2)
+def test_several_questions_can_be_cancelled(client, fake_server, reply, eventually):
+    fake_server.routes["GET /one"] = fake_server.routes["GET /two"] = reply({}, delay=30)
+    one = client()
+    thread, errors = in_thread(lambda: one.get_all(["/one", "/two"], 60))
+    eventually(lambda: len(fake_server.calls) == 2)
     one.cancel()
     thread.join(5)
-    assert [type(error) for error in failures] == [ServerUnreachable]
-    assert "/one: cancelled" in str(failures[0])
+    assert [type(error) for error in errors] == [ServerUnreachable]
+    assert "/one: cancelled" in str(errors[0])
+    assert not one._calls
+
+
+# What is not answered as it should be.
+
+
+def test_an_answer_that_comes_before_the_body_was_read(client, raw_server):
+    url = raw_server(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\n\r\n", read=False)
+    with pytest.raises(ServerRefused) as caught:
+        client(url).post("/update_weights", {"names": ["x" * 1000] * 20_000}, 10)
+    assert caught.value.status == 401
+
+
+def test_early_hints_are_no_answer(client, raw_server):
+    url = raw_server(b"HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\n")
+    with pytest.raises(IncompatibleServer, match="answered 103"):
+        client(url).post("/update_weights", {}, 10)
+
+
+@pytest.mark.parametrize("timeout", [10, None])
+def test_the_connect_timeout_is_not_for_sending(client, raw_server, timeout):
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+    url = raw_server(answer, late=1.0)
+    one = client(url, connect_timeout=0.3)
+    assert one.post("/update_weights", {"names": ["x" * 1000] * 20_000}, timeout) == {}
+
+
+@pytest.mark.parametrize("url", ["http://a b:80", "http://a b"])
+def test_a_host_with_a_blank_is_no_url(url):
+    with pytest.raises(UsageError, match="not a server URL"):
+        HttpClient(url, connect_timeout=5)
+
+
+def test_a_refused_proxy_leaves_no_call(client, monkeypatch):
+    monkeypatch.setenv("http_proxy", "socks5://127.0.0.1:1")
+    one = client("http://server.invalid", trust_env=True)
+    with pytest.raises(UsageError, match="not an http://"):
+        one.get("/version", 5)
+    assert not one._calls
 
 
 def test_half_an_answer_is_an_error(client, fake_server, reply):

@@ -214,7 +214,7 @@ def _of_process(phase: Phase, kind: str) -> Outcome:
         return _raises(MIXTURE, DeadlineExceeded, "no byte moved", phase)
     noticed = replace(phase, path="/weight_info") if phase.name == "update: answer" else phase
     if kind == "server killed":
-        return _either(_raises(Outcome(weights="dead"), *_HTTP_ERRORS["closed"], noticed))
+        return _raises(Outcome(weights="dead"), *_HTTP_ERRORS["closed"], noticed)
     says = _HTTP_ERRORS["never"][1]
     # What was sent to it while it was stopped is done once it goes on.
     state = _failed(noticed, done=True)
@@ -229,12 +229,7 @@ def _of_process(phase: Phase, kind: str) -> Outcome:
             state = replace(state, weights="old or mixture")
     elif phase.group == "finish":
         state = Outcome(paused=True)
-    return _either(_raises(state, DeadlineExceeded, says, noticed))
-
-
-def _either(outcome: Outcome) -> Outcome:
-    """Of two calls that are on their way at once, any may find out."""
-    return replace(outcome, says=outcome.says.replace("/pause", "/(pause|update_weight_version)"))
+    return _raises(state, DeadlineExceeded, says, noticed)
 
 
 def _of_file(phase: Phase, kind: str) -> Outcome:
