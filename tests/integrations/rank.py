@@ -5,6 +5,7 @@ KIND: ``ddp``, ``peft`` (under DDP), or ``fsdp`` (FSDP2, as Transformers itself 
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ def whole(model: Any) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     kind, url, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    faulthandler.dump_traceback_later(150, exit=True)  # a rank that hangs says where, and ends
     torch.set_num_threads(1)
     torch.manual_seed(0)  # of adapters
     dist.init_process_group("gloo")

@@ -21,7 +21,9 @@ SCRIPT = Path(__file__).with_name("rank.py")
 def run(kind: str, url: str, model: Any, folder: Path) -> list[dict[str, Any]]:
     """What each rank ends with."""
     model.save_pretrained(folder / "model")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    # Without an address torchrun looks up this host's full name, and waits for a name server.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local-addr=localhost", "--nproc-per-node=2"]
     process = subprocess.Popen(
         [*command, str(SCRIPT), kind, url, str(folder)],
         stdout=subprocess.PIPE,
@@ -34,7 +36,9 @@ def run(kind: str, url: str, model: Any, folder: Path) -> list[dict[str, Any]]:
         out, _ = process.communicate(timeout=180)
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()  # ranks are in groups of their own, and may hold the other end
         raise
     assert process.returncode == 0, out[-5000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]

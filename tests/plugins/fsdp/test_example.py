@@ -14,7 +14,8 @@ SCRIPT = Path(__file__).parents[3] / "examples" / "fsdp_torchrun.py"
 
 
 def test_torchrun(server: Any) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local-addr=localhost", "--nproc-per-node=2"]
     process = subprocess.Popen(
         [*command, str(SCRIPT), "--to", server.url, "--steps", "2"],
         stdout=subprocess.PIPE,
