@@ -71,7 +71,7 @@ class ServerUnreachable(ServerError):
 
 class ServerRefused(ServerError):
     """A server answered, and the answer is no. ``status`` is the HTTP status, ``path`` the route
-    that was called, without its query."""
+    that was called, without its query; empty for an engine that is an object."""
 
     def __init__(self, message: str, status: int, path: str = "") -> None:
         super().__init__(message)

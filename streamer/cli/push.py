@@ -55,6 +55,7 @@ def push(
 
     When this ends with exit code 0, all servers answer with the new weights.
     """
+    size = parse_size(buffer_size, "--buffer-size")
     headers = make_headers(header, api_key)
     ca = None if ca_bundle is None else str(ca_bundle)
     begin_ahead(
@@ -76,7 +77,7 @@ def push(
                 to,
                 backend=backend.value,
                 packed=not per_tensor,
-                buffer_size=parse_size(buffer_size, "--buffer-size"),
+                buffer_size=size,
                 num_buffers=num_buffers,
                 pause=pause.value,
                 timeouts=Timeouts(connect_timeout, progress_timeout, timeout),

@@ -59,7 +59,7 @@ class Client(Protocol):
         """Have something done. Without a ``timeout`` only `cancel` ends it."""
 
     def get_all(self, paths: Sequence[str], timeout: float) -> list[dict[str, Any]]:
-        """Ask several things at once."""
+        """Ask several things at once, each within ``timeout`` seconds; the answers, in order."""
 
     def hide(self, text: str) -> str:
         """``text`` that may be shown: without the secrets that go with each call."""

@@ -58,7 +58,7 @@ def _is_server_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
         valid = url.isprintable() and parts.scheme in ("http", "https")
-        valid = valid and bool(parts.hostname) and " " not in parts.netloc and parts.port != 0
+        valid = valid and " " not in (parts.hostname or " ") and parts.port != 0
     except ValueError:
         return False
     return valid and not parts.query and not parts.fragment
