@@ -82,7 +82,10 @@ def run(
     app: ASGIApp = reference.app()
     if api_key is not None:
         app = RequireKey(app, api_key)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
+    # Not what happens to be installed: uvloop raises other errors where a worker has died.
+    config = uvicorn.Config(
+        app, loop="asyncio", http="h11", log_level="warning", timeout_graceful_shutdown=1
+    )
     with contextlib.closing(listener), contextlib.suppress(KeyboardInterrupt):
         Server(config).run(sockets=[listener])
     if failures:

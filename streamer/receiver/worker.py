@@ -66,14 +66,16 @@ class Worker:
 
     def checksum(self) -> dict[str, str]:
         """sha256 of each tensor's bytes, by name."""
-        return {
-            name: hashlib.sha256(as_memoryview(data.cpu()) if data.numel() else b"").hexdigest()
-            for name, data in self._tensors.items()
-        }
+        return {name: _sha256(data) for name, data in self._tensors.items()}
 
     def shutdown(self) -> None:
         """Leave the group."""
         self._endpoint.leave()
+
+
+def _sha256(data: torch.Tensor) -> str:
+    on_host = data.cpu()  # what is hashed is a view of it
+    return hashlib.sha256(as_memoryview(on_host) if data.numel() else b"").hexdigest()
 
 
 def serve(worker: Worker, commands: IO[str], answers: IO[str]) -> None:

@@ -88,6 +88,15 @@ def test_it_ends_with_its_standard_input(start: Callable[..., subprocess.Popen[s
     assert (process.returncode, stdout, stderr) == (0, "", "")
 
 
+@pytest.mark.parametrize("module", ["uvloop", "httptools"])
+def test_it_runs_on_what_it_was_tested_with(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, module: str
+) -> None:
+    (tmp_path / f"{module}.py").write_text("raise SystemExit('imported')")
+    options = ("--workers", "1", "--device", "cpu", "--until-eof")
+    ready(start("serve", "--port", "0", *options, PYTHONPATH=str(tmp_path)))
+
+
 def test_it_can_ask_for_a_key(
     start: Callable[..., subprocess.Popen[str]], run: Callable[..., Any], checkpoint: Path
 ) -> None:

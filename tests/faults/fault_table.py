@@ -18,8 +18,24 @@ from streamer import (
     StreamerError,
 )
 
-WORKERS = 1 if "STREAMER_TEST_GPU" in os.environ else 2
+NCCL = "STREAMER_TEST_GPU" in os.environ
+"""Whether the workers are on a GPU. Over Gloo otherwise."""
+WORKERS = 1 if NCCL else 2
 """Of the server. The last one is the one that is killed or stopped."""
+LATE_JOIN = "did not answer the join: "
+NOBODY, LAST_ONE, SOMEBODY = (
+    [f"{LATE_JOIN}rank 0 waited for {WORKERS + 1} ranks to join over NCCL: not done after "] * 3
+    if NCCL
+    else [
+        f"{LATE_JOIN}of {WORKERS} workers, ranks {list(range(1, WORKERS + 1))} have not joined ",
+        f"{LATE_JOIN}of {WORKERS} workers, ranks [{WORKERS}] have not joined ",
+        " have not joined ",
+    ]
+)
+"""Who has joined."""
+THROUGH = "did not answer the update: the broadcast group was through"
+STUCK = THROUGH if NCCL else "did not answer the update: a worker is stuck or gone: no byte moved"
+"""Where a worker does not receive. Over NCCL, what is so small is left in the worker's memory."""
 UPDATE = "/update_weights"
 CALLS = 3
 """Calls of ``/update_weights`` in one sync."""
@@ -187,13 +203,12 @@ def _of_http(phase: Phase, kind: str) -> Outcome:
     error, says = _HTTP_ERRORS[kind]
     if kind == "never":
         says = {
-            "init": f"did not answer the join: of {WORKERS} workers, ranks "
-            f"{list(range(1, WORKERS + 1))} have not joined ",
-            "warm-up": "did not answer the join: the broadcast group was through",
-            "update: first byte": "did not answer the update: a worker is stuck or gone",
-            "update: last call": "did not answer the update: a worker is stuck or gone",
-            "update: middle": "did not answer the update: the broadcast group was through",
-            "update: answer": "did not answer the update: the broadcast group was through",
+            "init": NOBODY,
+            "warm-up": f"{LATE_JOIN}the broadcast group was through",
+            "update: first byte": STUCK,
+            "update: last call": STUCK,
+            "update: middle": THROUGH,
+            "update: answer": THROUGH,
         }.get(phase.name, says)
     return _raises(_failed(phase, kind in DONE), error, says, phase)
 
@@ -210,8 +225,8 @@ def _of_process(phase: Phase, kind: str) -> Outcome:
         if past:
             return Outcome()
         if phase.group == "init":
-            return _raises(OLD, DeadlineExceeded, f"ranks [{WORKERS}] have not joined ", phase)
-        return _raises(MIXTURE, DeadlineExceeded, "no byte moved", phase)
+            return _raises(OLD, DeadlineExceeded, LAST_ONE, phase)
+        return _raises(_stuck(MIXTURE), DeadlineExceeded, STUCK, phase)
     noticed = replace(phase, path="/weight_info") if phase.name == "update: answer" else phase
     if kind == "server killed":
         return _raises(Outcome(weights="dead"), *_HTTP_ERRORS["closed"], noticed)
@@ -221,15 +236,20 @@ def _of_process(phase: Phase, kind: str) -> Outcome:
     if phase.group == "reset":
         state = Outcome(paused=True)  # it could not be marked
     if phase.group == "init":
-        says = "have not joined "
+        says = SOMEBODY
     elif phase.group == "update" and not past:
-        says, state = "no byte moved", _failed(phase, done=False)
+        says, state = STUCK, _stuck(_failed(phase, done=False))
         if phase.name == "update: first byte":
             # What its kernel has received may still be read, or be lost with the connection.
             state = replace(state, weights="old or mixture")
     elif phase.group == "finish":
         state = Outcome(paused=True)
     return _raises(state, DeadlineExceeded, says, noticed)
+
+
+def _stuck(state: Outcome) -> Outcome:
+    """What a worker holds once it goes on: over NCCL it may still find what was left for it."""
+    return replace(state, weights="old or mixture or new") if NCCL else state
 
 
 def _of_file(phase: Phase, kind: str) -> Outcome:

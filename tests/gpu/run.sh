@@ -99,7 +99,7 @@ for part in "${@:-small}"; do
             timeout 60 python3 -W ignore -m streamer "$command" /tmp/check/8b-7 --to http://127.0.0.1:8150 --device cuda:0 2>&1 | tail -25
             echo "rc ${PIPESTATUS[0]}"; done; at refusal ;;
         faults) (cd "$repo" && STREAMER_TEST_GPU=0 timeout 300 python3 -W ignore -m pytest -q \
-            -n 8 -p no:cacheprovider -W default -o addopts=--import-mode=importlib tests/faults/test_faults.py > "$out/faults.log" 2>&1)
+            -n 12 --session-timeout=240 --tb=short -p no:cacheprovider -W default -o addopts=--import-mode=importlib tests/faults/test_faults.py > "$out/faults.log" 2>&1)
             echo "rc $?"; grep -E '^(E  |FAILED|[0-9]+ )' "$out/faults.log" | tail -60; at faults ;;
     esac
     case $part in small | 8b | 8b-streamer) echo "rc $?"; grep -v '^{' "$out/$part.log"; at "$part" ;; esac
