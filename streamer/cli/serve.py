@@ -106,12 +106,14 @@ def serve(
 def require_server() -> Callable[..., None]:
     """`streamer.receiver.server.run`. Raises `StreamerError` if its extra is not installed."""
     try:
+        import httptools  # noqa: F401
         import uvicorn  # noqa: F401
+        import uvloop  # noqa: F401
 
         from streamer.receiver.server import run
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in ("starlette", "uvicorn"):
+        if missing not in ("httptools", "starlette", "uvicorn", "uvloop"):
             raise
         raise StreamerError(
             f"the reference server needs {missing}: install streamer with its extra, as '.[serve]'"

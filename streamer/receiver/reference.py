@@ -68,9 +68,10 @@ class WorkerProcess:
             assert self.process.stdout is not None
             line = b""
             with contextlib.suppress(ConnectionError):
-                self.process.stdin.write(json.dumps([command, arguments]).encode() + b"\n")
-                await self.process.stdin.drain()
-                line = await self.process.stdout.readline()
+                if not self.process.stdin.is_closing():  # uvloop would raise a RuntimeError
+                    self.process.stdin.write(json.dumps([command, arguments]).encode() + b"\n")
+                    await self.process.stdin.drain()
+                    line = await self.process.stdout.readline()
         if not line:
             raise Refused(f"worker {self.number} has died: restart the server")
         answer = json.loads(line)

@@ -82,9 +82,9 @@ def run(
     app: ASGIApp = reference.app()
     if api_key is not None:
         app = RequireKey(app, api_key)
-    # Not what happens to be installed: uvloop raises other errors where a worker has died.
+    # As vLLM is served, and not by what happens to be installed.
     config = uvicorn.Config(
-        app, loop="asyncio", http="h11", log_level="warning", timeout_graceful_shutdown=1
+        app, loop="uvloop", http="httptools", log_level="warning", timeout_graceful_shutdown=1
     )
     with contextlib.closing(listener), contextlib.suppress(KeyboardInterrupt):
         Server(config).run(sockets=[listener])

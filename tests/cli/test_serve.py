@@ -88,15 +88,6 @@ def test_it_ends_with_its_standard_input(start: Callable[..., subprocess.Popen[s
     assert (process.returncode, stdout, stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("module", ["uvloop", "httptools"])
-def test_it_runs_on_what_it_was_tested_with(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, module: str
-) -> None:
-    (tmp_path / f"{module}.py").write_text("raise SystemExit('imported')")
-    options = ("--workers", "1", "--device", "cpu", "--until-eof")
-    ready(start("serve", "--port", "0", *options, PYTHONPATH=str(tmp_path)))
-
-
 def test_it_can_ask_for_a_key(
     start: Callable[..., subprocess.Popen[str]], run: Callable[..., Any], checkpoint: Path
 ) -> None:
@@ -170,7 +161,7 @@ def test_a_taken_port_is_one_line(invoke: Callable[..., Any]) -> None:
     assert ended.error == f"cannot listen on 127.0.0.1:{port}: Address already in use"
 
 
-@pytest.mark.parametrize("missing", ["uvicorn", "starlette"])
+@pytest.mark.parametrize("missing", ["httptools", "starlette", "uvicorn", "uvloop"])
 @pytest.mark.parametrize("command", ["serve", "demo"])
 def test_without_the_extra_it_says_what_to_install(
     invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, missing: str, command: str
