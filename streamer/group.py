@@ -105,7 +105,7 @@ class Group:
                     '\'{"backend": "streamer"}\''
                 )
             return GlooTransport(self.lifeline, 0, self.world_size)
-        return NcclTransport(device, 0, self.world_size)
+        return NcclTransport(device, 0, self.world_size, lifeline=self.lifeline)
 
     def _join(self, servers: Sequence[ServerInfo], options: Options) -> None:
         rendezvous = dict(self.transport.rendezvous())

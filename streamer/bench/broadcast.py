@@ -101,7 +101,7 @@ def measure_broadcast(
 
 def _transport(device: torch.device, lifeline: Lifeline) -> Transport:
     if device.type == "cuda":
-        return NcclTransport(device, 0, 2)
+        return NcclTransport(device, 0, 2, lifeline=lifeline)
     return GlooTransport(lifeline, 0, 2)
 
 

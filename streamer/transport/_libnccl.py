@@ -6,8 +6,11 @@ tried), so the communicator is driven through NCCL's own interface, with ``block
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import socket
+import struct
 from typing import Any
 
 import torch
@@ -29,6 +32,9 @@ DTYPES: dict[torch.dtype, int] = {
     torch.bfloat16: 9,
 }
 """``ncclDataType_t``. Everything else travels as bytes: a broadcast copies them unread."""
+
+
+_ROOT_SECONDS = 1.0
 
 
 class UniqueId(ctypes.Structure):
@@ -82,6 +88,27 @@ def library() -> ctypes.CDLL:
     nccl.ncclGetErrorString.argtypes = [integer]
     nccl.ncclGetLastError.argtypes = [pointer]
     return nccl
+
+
+def dismiss_root(unique_id: bytes) -> None:
+    """End the thread with which ``ncclGetUniqueId`` waits for all ranks, if it still does.
+
+    ``ncclCommAbort`` leaves it and its socket behind. It ends when a caller that knows the magic
+    number of the id says that it is no rank (``bootstrap.cc`` and ``socket.cc`` of NCCL 2.18 to
+    2.29; the id begins with that number, and the address as a ``sockaddr``). Never raises.
+    """
+    magic, family = unique_id[:8], struct.unpack_from("=H", unique_id, 8)[0]
+    if family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    (port,) = struct.unpack_from("!H", unique_id, 10)
+    host = unique_id[12:16] if family == socket.AF_INET else unique_id[16:32]
+    address: tuple[str, int] | tuple[str, int, int, int] = (socket.inet_ntop(family, host), port)
+    if family == socket.AF_INET6:
+        address = (*address[:2], 0, struct.unpack_from("=I", unique_id, 32)[0])
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as caller:
+        caller.settimeout(_ROOT_SECONDS)
+        caller.connect(address)
+        caller.sendall(magic + b"\xff" * 4)
 
 
 def describe(code: int) -> str:

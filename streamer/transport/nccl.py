@@ -13,26 +13,38 @@ import torch
 from streamer.exceptions import DeadlineExceeded, TransportError
 from streamer.transport import _libnccl as lib
 from streamer.transport.base import Transport
+from streamer.transport.lifeline import Lifeline
 
 
 class NcclTransport(Transport):
     """A rank of a non-blocking NCCL communicator.
 
-    Rank 0 makes the unique id, the others are given it. Every rank enters `connect` at once: there
-    is no store and no barrier. The warm-up is a one-element float32 all-reduce, which vLLM's
-    ``PyNcclCommunicator`` issues straight after its own init; without it all ranks deadlock.
+    Rank 0 makes the unique id, the others are given it. There is no barrier: with vLLM's own engine
+    every rank enters `connect` at once. Where workers have a ``lifeline``, rank 0 waits there for
+    all of them first: it can say who is missing, and NCCL, which leaves two sockets open after a
+    rank that never came (2.28), has not begun. The warm-up is a one-element float32 all-reduce,
+    which vLLM's ``PyNcclCommunicator`` issues straight after its own init; without it all ranks
+    deadlock.
 
     Every call returns at once and is polled, so that `abort` never waits for a lock that a stuck
     call holds. A kernel that spins for a dead peer is ended by ``ncclCommAbort``.
     """
 
     def __init__(
-        self, device: torch.device, rank: int, world_size: int, unique_id: bytes | None = None
+        self,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+        unique_id: bytes | None = None,
+        *,
+        lifeline: Lifeline | None = None,
     ) -> None:
         super().__init__(device, rank, world_size)
+        self._lifeline = lifeline
         self._lib = lib.library()
         self._comm = ctypes.c_void_p()
         self._lock = threading.Lock()
+        self._joined = False
         self._id = lib.UniqueId()
         if unique_id is None:
             self._check(self._lib.ncclGetUniqueId(ctypes.byref(self._id)), "ncclGetUniqueId")
@@ -49,6 +61,8 @@ class NcclTransport(Transport):
 
     def connect(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
+        if self.rank == 0 and self._lifeline is not None:
+            self._lifeline.wait_for_workers(self.world_size, timeout, self.check)
         config = lib.non_blocking_config()
         with torch.cuda.device(self.device):
             with self._lock:
@@ -62,6 +76,7 @@ class NcclTransport(Transport):
                 )
             missing = f"rank {self.rank} waited for {self.world_size} ranks to join over NCCL"
             self._settle(code, deadline, "ncclCommInitRankConfig", missing, pause=1e-3)
+            self._joined = True
             warm_up = torch.zeros(1, device=self.device)
             stream = torch.cuda.current_stream(self.device)
             with self._lock:
@@ -120,6 +135,8 @@ class NcclTransport(Transport):
             comm, self._comm = self._comm, ctypes.c_void_p()
             if comm:
                 self._lib.ncclCommAbort(comm)
+        if self.rank == 0 and not self._joined:
+            lib.dismiss_root(bytes(self._id.internal))
 
     def close(self) -> None:
         """Free the communicator. ``ncclCommDestroy`` would wait for the peers; abort does not."""

@@ -23,16 +23,6 @@ NCCL = "STREAMER_TEST_GPU" in os.environ
 WORKERS = 1 if NCCL else 2
 """Of the server. The last one is the one that is killed or stopped."""
 LATE_JOIN = "did not answer the join: "
-NOBODY, LAST_ONE, SOMEBODY = (
-    [f"{LATE_JOIN}rank 0 waited for {WORKERS + 1} ranks to join over NCCL: not done after "] * 3
-    if NCCL
-    else [
-        f"{LATE_JOIN}of {WORKERS} workers, ranks {list(range(1, WORKERS + 1))} have not joined ",
-        f"{LATE_JOIN}of {WORKERS} workers, ranks [{WORKERS}] have not joined ",
-        " have not joined ",
-    ]
-)
-"""Who has joined."""
 THROUGH = "did not answer the update: the broadcast group was through"
 STUCK = THROUGH if NCCL else "did not answer the update: a worker is stuck or gone: no byte moved"
 """Where a worker does not receive. Over NCCL, what is so small is left in the worker's memory."""
@@ -203,7 +193,8 @@ def _of_http(phase: Phase, kind: str) -> Outcome:
     error, says = _HTTP_ERRORS[kind]
     if kind == "never":
         says = {
-            "init": NOBODY,
+            "init": f"{LATE_JOIN}of {WORKERS} workers, ranks "
+            f"{list(range(1, WORKERS + 1))} have not joined ",
             "warm-up": f"{LATE_JOIN}the broadcast group was through",
             "update: first byte": STUCK,
             "update: last call": STUCK,
@@ -225,7 +216,7 @@ def _of_process(phase: Phase, kind: str) -> Outcome:
         if past:
             return Outcome()
         if phase.group == "init":
-            return _raises(OLD, DeadlineExceeded, LAST_ONE, phase)
+            return _raises(OLD, DeadlineExceeded, f"ranks [{WORKERS}] have not joined ", phase)
         return _raises(_stuck(MIXTURE), DeadlineExceeded, STUCK, phase)
     noticed = replace(phase, path="/weight_info") if phase.name == "update: answer" else phase
     if kind == "server killed":
@@ -236,7 +227,7 @@ def _of_process(phase: Phase, kind: str) -> Outcome:
     if phase.group == "reset":
         state = Outcome(paused=True)  # it could not be marked
     if phase.group == "init":
-        says = SOMEBODY
+        says = " have not joined "
     elif phase.group == "update" and not past:
         says, state = STUCK, _stuck(_failed(phase, done=False))
         if phase.name == "update: first byte":

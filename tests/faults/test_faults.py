@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
 import sys
 import threading
@@ -33,6 +32,7 @@ from fault_table import (
     FILE,
     KINDS,
     LATE,
+    NCCL,
     PHASES,
     SOURCE,
     UPDATE,
@@ -50,7 +50,7 @@ PATIENT = Timeouts(connect=30, progress=30)
 SHORT = Timeouts(connect=4, progress=1.5)
 SOON, LATER = 6.0, 12.0
 """Seconds within which a fault is told: that is seen at once, and that only a deadline ends."""
-GONE = 20.0 if "STREAMER_TEST_GPU" in os.environ else 70.0
+GONE = 10.0 if NCCL else 70.0
 """Seconds in which threads end: an operation that Gloo was left with has its own timeout, 60 s."""
 OLD, NEW, NEXT = weights(1), weights(2), weights(3)
 SUMS = {
@@ -148,6 +148,8 @@ def test_a_fault(
         assert (server.paused, server.weight_version) == (False, "next")
     plot.source.close()
     proxy.heal()
+    if NCCL and cell.phase.group == "init":
+        before["fds"] += 2  # that NCCL leaves open where it had begun to join
     with contextlib.suppress(AssertionError):
         eventually(lambda: not grown(before, leaks()), GONE)
     assert grown(before, leaks()) == {}, stacks()
