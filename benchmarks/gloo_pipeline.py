@@ -32,9 +32,9 @@ import torch.distributed as dist
 import streamer
 from streamer.bench.checkpoint import write_checkpoint
 from streamer.bench.machine import describe_machine, describe_versions
-from streamer.broadcast.staging import as_memoryview
 from streamer.cli._output import draw_table
 from streamer.cli._reference import reference_server
+from streamer.payloads import as_memoryview
 
 MIB = 1 << 20
 PIECE = 64 * MIB

@@ -92,36 +92,59 @@ __all__ = [
     "select",
 ]
 
-_HOMES = (
-    "exceptions",
-    "timeouts",
-    "hookspecs",
-    "report",
-    "trace",
-    "source",
-    "plan",
-    "transforms",
-    "ranks",
-    "registry",
-    "options",
-    "session",
-    "aio",
-    "drivers.engine",
-    "drivers.sync_client",
-)
-"""Where the names above come from; first what does not import torch."""
+_HOMES = {
+    "ConnectOptions": "options",
+    "DeadlineExceeded": "exceptions",
+    "DeferredTensor": "source",
+    "Engine": "drivers.engine",
+    "IncompatibleServer": "exceptions",
+    "Payload": "source",
+    "Plan": "plan",
+    "PlanError": "exceptions",
+    "PluginError": "exceptions",
+    "PushCancelled": "exceptions",
+    "RankError": "exceptions",
+    "Ranks": "ranks",
+    "Report": "report",
+    "ServerError": "exceptions",
+    "ServerRefused": "exceptions",
+    "ServerUnreachable": "exceptions",
+    "Session": "session",
+    "SourceError": "exceptions",
+    "SpecMismatch": "exceptions",
+    "StreamerError": "exceptions",
+    "TensorSpec": "source",
+    "Timeouts": "timeouts",
+    "Trace": "trace",
+    "TransportError": "exceptions",
+    "UsageError": "exceptions",
+    "VerificationError": "exceptions",
+    "WeightSource": "source",
+    "WeightSyncClient": "drivers.sync_client",
+    "aconnect": "aio",
+    "apush": "aio",
+    "cast": "transforms",
+    "connect": "session",
+    "exclude": "transforms",
+    "hookimpl": "hookspecs",
+    "make_plan": "plan",
+    "map_tensors": "transforms",
+    "open_source": "registry",
+    "push": "session",
+    "register_plugin": "registry",
+    "rename": "transforms",
+    "select": "transforms",
+}
+"""The module of each name above."""
 
 if not TYPE_CHECKING:
     # To import torch takes seconds: a usage error or the front of a server need not wait for it.
-
     def __getattr__(name):
-        if name in __all__:
-            for home in _HOMES:
-                module = importlib.import_module(f"streamer.{home}")
-                if name in vars(module):
-                    value = globals()[name] = vars(module)[name]
-                    return value
-        raise AttributeError(f"module 'streamer' has no attribute {name!r}")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'streamer' has no attribute {name!r}")
+        module = importlib.import_module(f"streamer.{_HOMES[name]}")
+        value = globals()[name] = getattr(module, name)
+        return value
 
     def __dir__():
         return sorted({*globals(), *__all__})

@@ -59,10 +59,16 @@ async def aconnect(to: Servers | None, **options: Unpack[ConnectOptions]) -> Asy
         yield session
     finally:
         # The push of another task is cancelled by this; it ends before, and `beside` refuses two.
+        cancelled: asyncio.CancelledError | None = None
         while session.turn.locked():
             session.cancel()
-            await asyncio.sleep(AGAIN_SECONDS)
+            try:
+                await asyncio.sleep(AGAIN_SECONDS)
+            except asyncio.CancelledError as error:
+                cancelled = error
         await beside(session, session.close)
+        if cancelled is not None:
+            raise cancelled
 
 
 async def apush(

@@ -31,8 +31,9 @@ from streamer.source import Payload, WeightSource
 from streamer.timeouts import Clock
 from streamer.transport.base import Transport
 from streamer.transport.gloo import GlooTransport
-from streamer.transport.lifeline import SILENCE_SECONDS, Lifeline
+from streamer.transport.lifeline import Lifeline
 from streamer.transport.nccl import NcclTransport
+from streamer.transport.store import SILENCE_SECONDS
 from streamer.verify import Member, Sent, compare
 
 _ANSWER_SECONDS = 2.0
@@ -63,8 +64,13 @@ class Group:
         self._verified = 0  # calls so far
         self._members: list[Member] = []
         self.lifeline: Lifeline | None = None
-        self.transport = self._make_transport(servers, options)
         self.broadcaster: Broadcaster | None = None
+        try:
+            self.transport = self._make_transport(servers, options)
+        except BaseException:
+            if self.lifeline is not None:
+                self.lifeline.close()
+            raise
         try:
             self._join(servers, options)
         except BaseException as error:
@@ -282,24 +288,31 @@ class Group:
             if isinstance(error, TransportError | DeadlineExceeded):
                 wait(futures, _ANSWER_SECONDS)
             said, urls = _first_error(futures), silent()
-            self._cancel(futures)
+            told = error
             if said is not None and isinstance(error, StreamerError):
-                raise said from error
-            if urls and type(error) in (TransportError, DeadlineExceeded):
-                raise type(error)(f"{urls} did not answer {what}: {error}") from error
-            raise
+                told = said
+            elif urls and type(error) in (TransportError, DeadlineExceeded):
+                told = type(error)(f"{urls} did not answer {what}: {error}")
+            if not self._cancel(futures):
+                told.add_note("a call to a server could not be cancelled within 5 s")
+            if told is error:
+                raise
+            raise told from error
         said = _first_error(futures)
         if said is not None:
             raise said
 
-    def _cancel(self, futures: Sequence[Future[None]]) -> None:
-        """End every call under way, also one that is just about to open its connection."""
+    def _cancel(self, futures: Sequence[Future[None]]) -> bool:
+        """End every call under way, also one that is just about to open its connection.
+
+        False if one has not ended within 5 s.
+        """
         for _ in range(50):
             for driver in self._drivers:
                 driver.cancel()
             if not wait(futures, 0.1).not_done:
-                return
-        raise TransportError("a call to a server could not be cancelled within 5 s")
+                return True
+        return False
 
     def stop(self, error: BaseException) -> None:
         """From any thread: end the sync under way as if its source had failed with ``error``."""

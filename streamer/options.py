@@ -26,9 +26,9 @@ class ConnectOptions(TypedDict, total=False):
     buffer_size: int
     """Bytes of a packed chunk, which closes once it is larger; 256 MiB."""
     num_buffers: int
-    """Chunks in flight; 3."""
+    """Chunks in flight; 2."""
     threads: int
-    """Threads that read deferred tensors; 16."""
+    """Threads that read deferred tensors; 12."""
     pause: str
     """``keep`` (default), ``wait``, ``abort``, or ``none`` if the caller pauses and resumes."""
     timeouts: Timeouts
@@ -124,7 +124,7 @@ def _device(device: str | torch.device | None) -> torch.device | None:
     try:
         parsed = torch.device(device)
     except RuntimeError as error:
-        raise UsageError(f"device {device!r}: {str(error).splitlines()[0]}") from None
+        raise UsageError(f"device {device!r}: {str(error).partition(chr(10))[0]}") from None
     if parsed.type != "cuda":
         raise UsageError(f"device must be a CUDA device, which sends over NCCL, not {device!r}")
     return torch.device("cuda", torch.cuda.current_device()) if parsed.index is None else parsed

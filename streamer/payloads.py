@@ -1,12 +1,12 @@
-"""What sources that change others do with a payload, be it a tensor or still elsewhere."""
+"""A payload's bytes, and how one is read and cast, be it a tensor or still elsewhere."""
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
 
-from streamer.broadcast.staging import as_memoryview
 from streamer.source import DeferredTensor, Payload, TensorSpec
 
 _BLOCK = 1 << 18
@@ -14,6 +14,34 @@ _BLOCK = 1 << 18
 _STEP = 1 << 14
 """Elements that are cast at once: torch would split more over threads of its own, beside all the
 readers that the broadcaster has already, and they would wait for each other."""
+_SAME_SIZE = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+"""By the size of an element, a dtype that every copy kernel knows."""
+
+
+def as_memoryview(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU uint8 tensor, writable. The tensor must outlive the view."""
+    array = (ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")
+
+
+def as_raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The logical values of ``tensor``, same shape and strides, as a dtype that can be copied.
+
+    Many dtypes (fp8, fp4) have no copy kernel for odd strides; integers of the same size do.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return tensor.view(_SAME_SIZE[tensor.dtype.itemsize])
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The logical values of ``tensor`` as a flat uint8 tensor: a view if it is contiguous."""
+    return as_raw(tensor).contiguous().view(-1).view(torch.uint8)
 
 
 def read_tensor(payload: Payload, spec: TensorSpec) -> torch.Tensor:

@@ -98,7 +98,7 @@ def several_ranks() -> bool:
 class Leader:
     """Rank 0's side of one push. Leave the block with the error if there is one.
 
-    Where the source has no ``ranks`` but this one there is nobody to tell, and nothing is done.
+    Where the source has no ``ranks``, or but this one, nothing is done: see `alone`.
     """
 
     def __init__(self, source: WeightSource, clock: Clock) -> None:
@@ -112,7 +112,9 @@ class Leader:
         self._tensors = 0
         self._made = 0
         self._ended = False
-        self._over = self._ranks.size == 1
+        self.alone = self._ranks.size == 1
+        """There is nobody to lead: nothing is asked or told."""
+        self._over = self.alone
 
     def __enter__(self) -> Leader:
         if not self._over:
@@ -143,7 +145,8 @@ class Leader:
             self._made += len(next(self._chunks).specs)
 
     def within(self, payloads: Iterator[Payload]) -> Iterator[Payload]:
-        """``payloads``; the source's end, too, is produced only once it is agreed on."""
+        """``payloads``; the source's end, too, is produced only once it is agreed on. After
+        `begin`, and not `alone`."""
         for _ in range(self._tensors):
             yield next(payloads)
         if not self._over:

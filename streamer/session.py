@@ -102,7 +102,7 @@ class Session:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """The block is the one push of this session, in the process that made it."""
+        """The block is the one push, or joining, of this session, in the process that made it."""
         if os.getpid() != self._process:
             raise UsageError(
                 "this session was made by another process, before a fork: connect here"
@@ -126,8 +126,7 @@ class Session:
         opened: WeightSource | None = None
         try:
             with announced(source), trace.span("open source"):
-                if self._closed:
-                    raise UsageError("the session is closed: connect again")
+                self._refuse_if_closed()
                 refuse_on_own_loop(self._engines)
                 check_version(weight_version)
                 opened = open_source(source)
@@ -250,10 +249,16 @@ class Session:
 
     def join(self) -> None:
         """Make every worker join a fresh broadcast group. Done by a push if need be."""
-        refuse_on_own_loop(self._engines)
-        self._interrupts.requested = False
-        self._probe()
-        self._join()
+        with self._alone():
+            self._refuse_if_closed()
+            refuse_on_own_loop(self._engines)
+            self._interrupts.requested = False
+            self._probe()
+            self._join()
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise UsageError("the session is closed: connect again")
 
     def _probe(self) -> None:
         self._interrupts.check_request()
@@ -277,7 +282,7 @@ class Session:
             leader.check()
 
         # No signal breaks into a collective that other ranks are in.
-        within = self._interrupts.within if source.ranks is None else leader.within
+        within = self._interrupts.within if leader.alone else leader.within
         with contextlib.closing(payloads):
             self._group.sync(
                 plan,

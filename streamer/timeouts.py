@@ -27,8 +27,10 @@ class Timeouts:
     def __post_init__(self) -> None:
         for name in ("connect", "progress", "total"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < threading.TIMEOUT_MAX:
-                raise UsageError(f"the {name} timeout must be a time in seconds, not {value:g}")
+            if value is None and name == "total":
+                continue
+            if not isinstance(value, int | float) or not 0 < value < threading.TIMEOUT_MAX:
+                raise UsageError(f"the {name} timeout must be a time in seconds, not {value!r}")
 
 
 class Clock:

@@ -453,3 +453,39 @@ def test_a_push_does_not_close_its_own_session(server, weights, make_source):
     session.push(make_source(weights(0), on_step=on_step))
     session.close()
     assert len(errors) == 1
+
+
+def test_cancelled_while_a_push_of_another_task_ends(server, weights, make_source):
+    """The session is closed all the same."""
+    half, sessions = threading.Event(), []
+
+    def on_step(index):
+        if index == 10:
+            half.set()
+            time.sleep(1.0)  # the push ends when its source goes on
+
+    async def push(session):
+        with contextlib.suppress(PushCancelled):
+            await session.apush(make_source(weights(1), on_step=on_step))
+
+    async def leave(tasks):
+        async with streamer.aconnect(server.url, **OPTIONS) as session:
+            sessions.append(session)
+            tasks.append(asyncio.create_task(push(session)))
+            await until(half.is_set)
+
+    async def main():
+        tasks = []
+        task = asyncio.create_task(leave(tasks))
+        await until(half.is_set)
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await tasks[0]
+
+    asyncio.run(main())
+    with pytest.raises(UsageError, match="closed"):
+        sessions[0].push(make_source(weights(0)))
+    streamer.push(make_source(weights(2)), server.url, **OPTIONS)
+    assert server.holds(weights(2))

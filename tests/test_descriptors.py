@@ -13,7 +13,7 @@ import torch
 
 import streamer
 from streamer import Timeouts, TransportError, descriptors
-from streamer.transport.lifeline import Lifeline
+from streamer.transport.lifeline import Lifeline, WorkerLifeline
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -78,4 +78,4 @@ def test_a_worker_that_may_open_too_few_says_so(monkeypatch):
         used = len(os.listdir("/proc/self/fd")) - 1
         monkeypatch.setattr(resource, "getrlimit", lambda kind: (used + 5, 1 << 20))
         with pytest.raises(TransportError, match=f"has {used} and may have {used + 5}: raise the"):
-            Lifeline.join("127.0.0.1", host.port, 10)
+            WorkerLifeline.join("127.0.0.1", host.port, 10)

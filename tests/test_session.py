@@ -36,11 +36,13 @@ from streamer import (
     network,
     registry,
 )
+from streamer import group as group_module
 from streamer import session as session_module
 from streamer.drivers.vllm import INCOMPLETE, VllmDriver
 from streamer.events import ChunkSent, SyncFailed, SyncFinished, SyncStarted
 from streamer.registry import Registry
-from streamer.transport.lifeline import BEAT_SECONDS, SILENCE_SECONDS
+from streamer.transport.lifeline import BEAT_SECONDS
+from streamer.transport.store import SILENCE_SECONDS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -303,7 +305,7 @@ def test_a_server_that_was_left_paused_is_not_taken_for_one_that_serves(
 
 
 @pytest.mark.parametrize("whose", ["caller", "source"])
-@pytest.mark.parametrize("version", [5, f"{INCOMPLETE}x", "v\udc80"])
+@pytest.mark.parametrize("version", [5, f"{INCOMPLETE}x", "held-by-user:x", "v\udc80"])
 def test_a_weight_version_that_cannot_be_right(session, server, make_source, version, whose):
     """A step's number is a likely mistake, and must be found before the server is paused."""
     one = session(server)
@@ -312,6 +314,58 @@ def test_a_weight_version_that_cannot_be_right(session, server, make_source, ver
     with pytest.raises(StreamerError):
         one.push(make_source(weights(1), weight_version=own), weight_version=given)
     assert not [call for call in server.calls if call.startswith("POST")]
+
+
+# Joining.
+
+
+def test_a_closed_session_does_not_join(session, server):
+    one = session(server)
+    one.close()
+    with pytest.raises(UsageError, match="the session is closed"):
+        one.join()
+
+
+def test_joining_waits_for_no_push(session, server, make_source):
+    one = session(server)
+    errors = []
+
+    def on_step(index):
+        if index == 1:
+            with pytest.raises(UsageError, match="a push of this session is under way") as caught:
+                one.join()
+            errors.append(caught.value)
+
+    one.push(make_source(weights(1), on_step=on_step))
+    assert len(errors) == 1
+    assert server.holds(weights(1))
+
+
+def test_a_group_that_cannot_be_made_gives_its_port_back(server, monkeypatch, free_port):
+    port = free_port()
+
+    def fail(*arguments):
+        raise TransportError("made to fail")
+
+    kept = []
+    with monkeypatch.context() as patch:
+        patch.setattr(group_module, "GlooTransport", fail)
+        with pytest.raises(TransportError, match="made to fail") as caught:
+            streamer.connect(server.url, port=port)
+        kept.append(caught.value)
+    with streamer.connect(server.url, port=port) as one:
+        assert one.servers
+
+
+def test_what_ends_a_push_is_told_though_a_call_cannot_be_cancelled(
+    session, server, make_source, monkeypatch
+):
+    one = session(server)
+    monkeypatch.setattr(group_module.Group, "_cancel", lambda *_: False)
+    server.fail("/update_weights", 500, "no room", times=1)
+    with pytest.raises(ServerRefused, match="no room") as caught:
+        one.push(make_source(weights(1)))
+    assert caught.value.__notes__ == ["a call to a server could not be cancelled within 5 s"]
 
 
 # Events.

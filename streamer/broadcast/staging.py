@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from streamer.broadcast.fill import SLOT_SIZE, Fill, Segment, bounds, cut_regions, read
+from streamer.payloads import as_bytes, as_memoryview, as_raw
 from streamer.source import DeferredTensor, Payload
 from streamer.trace import Trace
 
@@ -27,34 +28,6 @@ BATCHED = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of small tensors that can be copied many at once."""
 BATCHED_SIZE = 1 << 20
 """Bytes up to which a tensor is small: its copy takes the device less time than its launch."""
-
-_SAME_SIZE = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-    16: torch.complex128,
-}
-
-
-def as_memoryview(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU uint8 tensor, writable. The tensor must outlive the view."""
-    array = (ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())
-    return memoryview(array).cast("B")
-
-
-def as_raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The logical values of ``tensor``, same shape and strides, as a dtype that can be copied.
-
-    Many dtypes (fp8, fp4) have no copy kernel for odd strides; integers of the same size do.
-    """
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    return tensor.view(_SAME_SIZE[tensor.dtype.itemsize])
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The logical values of ``tensor`` as a flat uint8 tensor: a view if it is contiguous."""
-    return as_raw(tensor).contiguous().view(-1).view(torch.uint8)
 
 
 def _offset(pair: tuple[torch.Tensor, int]) -> int:

@@ -18,8 +18,9 @@ import torch
 
 from streamer.broadcast.fill import Fill
 from streamer.broadcast.ring import Ring
-from streamer.broadcast.staging import Stage, as_bytes
+from streamer.broadcast.staging import Stage
 from streamer.exceptions import DeadlineExceeded, SourceError, StreamerError, one_line
+from streamer.payloads import as_bytes
 from streamer.plan import Call, Chunk, Plan
 from streamer.source import Payload, TensorSpec, WeightSource
 from streamer.trace import Trace

@@ -71,9 +71,11 @@ class Client(Protocol):
 class Driver(Protocol):
     """One server. Each method blocks until the server has answered, or raises a `StreamerError`.
 
-    The session calls, in this order: ``probe`` once; ``join`` while it enters the rendezvous
-    itself; then for each sync ``begin``, ``update`` once a call of the plan while it broadcasts,
-    ``commit``. A sync that fails calls ``release`` if no byte was sent, else ``abandon``.
+    The session calls, in this order: ``probe``; ``join``, while it enters the rendezvous itself,
+    and ``settle``; then for each sync ``check``, ``begin``, ``update`` once a call of the plan
+    while it broadcasts, and ``commit``. A sync that fails calls ``release`` if no byte was sent,
+    else ``abandon``. Before each sync but the first ``is_ours`` is asked; if one server's is False
+    all leave, are probed and join again. ``serves`` may be asked before ``check``.
     """
 
     url: str
@@ -88,7 +90,7 @@ class Driver(Protocol):
         """Ask what the server is; changes nothing there."""
 
     def check(self, plan: Plan) -> None:
-        """Raise `PlanError` if this server cannot take ``plan``."""
+        """Raise `PlanError` or `IncompatibleServer` if this server cannot take ``plan``."""
 
     def is_ours(self) -> bool:
         """Whether the server still is as our last sync, or the probe, left it.

@@ -68,7 +68,7 @@ class LocalCalls:
 
     One after another because few engines bear two calls at once. A method cannot be ended from
     outside: the caller of one that is given up goes on, and the next call waits for its end, within
-    its own deadline. A coroutine is run on ``loop``, and cancelled there.
+    its own deadline. A coroutine is run on ``loop``, and cancelled there when it is given up.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class LocalCalls:
             queue.SimpleQueue()
         )
         self._waiting: set[Future[Any]] = set()
-        self._awaited: Future[Any] | None = None
+        self._running: Future[Any] | None = None
+        self._awaited: Future[Any] | None = None  # what it waits for, of the loop
         self._under_way = ""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -117,6 +118,9 @@ class LocalCalls:
             raise ServerUnreachable(f"{what}: cancelled") from None
         except TimeoutError as error:
             if future.cancel():  # or else it is the method's own
+                with self._lock:
+                    if self._running is future and self._awaited is not None:
+                        self._awaited.cancel()
                 behind = self._under_way
                 raise DeadlineExceeded(
                     f"{what}: no answer after {time.monotonic() - started:.1f} s"
@@ -144,16 +148,21 @@ class LocalCalls:
             )
         coroutine = _awaiting(result)
         try:
-            self._awaited = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            awaited = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError:  # the loop is closed
             coroutine.close()
             raise
-        return self._awaited.result()
+        with self._lock:
+            self._awaited = awaited
+            if self._running is not None and self._running.cancelled():
+                awaited.cancel()
+        return awaited.result()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             method, step, future = job
-            self._under_way = method
+            with self._lock:
+                self._under_way, self._running, self._awaited = method, future, None
             # One that was given up before its turn must not happen at all.
             if not future.cancelled():
                 with contextlib.suppress(InvalidStateError):
@@ -169,8 +178,8 @@ class LocalCalls:
         with self._lock:
             for future in self._waiting:
                 future.cancel()
-        if self._awaited is not None:
-            self._awaited.cancel()
+            if self._awaited is not None:
+                self._awaited.cancel()
 
     def close(self) -> None:
         self.cancel()

@@ -66,8 +66,9 @@ def check_version(version: object) -> None:
         raise UsageError(f"a weight version is a text, not {version!r}")
     if any("\ud800" <= letter <= "\udfff" for letter in version):
         raise UsageError(f"a weight version has half a character (a surrogate): {version!r}")
-    if version.startswith(INCOMPLETE):
-        raise UsageError(f"a weight version must not start with {INCOMPLETE}: that marks failures")
+    for mark in (INCOMPLETE, _HELD):
+        if version.startswith(mark):
+            raise UsageError(f"a weight version must not start with {mark}: that marks failures")
 
 
 class VllmDriver:

@@ -16,7 +16,7 @@ from streamer.exceptions import PlanError, TransportError
 from streamer.receiver.loop import Layout, Sink, parse_update, receive
 from streamer.transport.base import Transport
 from streamer.transport.gloo import GlooTransport
-from streamer.transport.lifeline import Lifeline
+from streamer.transport.lifeline import WorkerLifeline
 from streamer.transport.nccl import NcclTransport
 
 JOIN_SECONDS = 60.0
@@ -97,7 +97,7 @@ class Endpoint:
         self._worker = worker
         self._info: InitInfo | None = None
         self._transport: Transport | None = None
-        self._lifeline: Lifeline | None = None
+        self._lifeline: WorkerLifeline | None = None
         self._last: Layout | None = None
 
     def join(self, info: InitInfo, *, update_open: bool) -> None:
@@ -114,7 +114,7 @@ class Endpoint:
         deadline = time.monotonic() + seconds
         try:
             if info.master_address is not None and info.master_port is not None:
-                self._lifeline = Lifeline.join(info.master_address, info.master_port, seconds)
+                self._lifeline = WorkerLifeline.join(info.master_address, info.master_port, seconds)
                 self._lifeline.report(rank, update_open=update_open)
             self._transport = self._make_transport(info, rank)
             if self._lifeline is not None:

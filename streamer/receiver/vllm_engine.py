@@ -12,6 +12,7 @@ This is the one module of streamer that imports vLLM.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from streamer.exceptions import TransportError
 from streamer.receiver.endpoint import Endpoint, InitInfo
+
+log = logging.getLogger("streamer")
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -127,7 +130,11 @@ class StreamerWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ign
             return
         self._endpoint.abort("another worker failed")
         if self._loading:
-            self._finalize()
+            try:
+                self._finalize()
+            except Exception:
+                # Only the last worker may raise, or they answer vLLM out of step.
+                log.exception("the layers of a failed update could not be put back")
         if self._is_last:
             text = "; ".join(f"worker {rank}: {text}" for rank, text in failed.items())
             raise TransportError(text) from failure

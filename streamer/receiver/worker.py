@@ -17,8 +17,8 @@ from typing import IO, Any
 
 import torch
 
-from streamer.broadcast.staging import as_memoryview
 from streamer.exceptions import StreamerError
+from streamer.payloads import as_memoryview
 from streamer.receiver.endpoint import Endpoint, InitInfo
 
 PR_SET_PDEATHSIG = 1

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from streamer.broadcast.staging import as_bytes, as_memoryview
 from streamer.exceptions import SourceError
+from streamer.payloads import as_bytes, as_memoryview
 from streamer.source import DeferredTensor, TensorSpec, WeightSource, check_sendable
 
 

@@ -33,6 +33,8 @@ class Transport(ABC):
         self.rank = rank
         self.world_size = world_size
         self._aborted = threading.Event()
+        # A handler of signals may abort what the main thread is aborting already.
+        self._aborting = threading.RLock()
         self._reason = "aborted"
 
     @abstractmethod
@@ -90,10 +92,11 @@ class Transport(ABC):
 
     def abort(self, reason: str = "aborted") -> None:
         """End everything this rank is stuck in. Idempotent; from any thread."""
-        if not self._aborted.is_set():
-            self._reason = reason
-            self._aborted.set()
-            self._abort()
+        with self._aborting:
+            if not self._aborted.is_set():
+                self._reason = reason
+                self._aborted.set()
+                self._abort()
 
     def check(self) -> None:
         """Raise `TransportError` if the transport was aborted."""

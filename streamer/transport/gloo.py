@@ -20,11 +20,12 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from streamer import descriptors
 from streamer.exceptions import DeadlineExceeded, TransportError
 from streamer.transport.base import Transport
-from streamer.transport.lifeline import Lifeline
+from streamer.transport.lifeline import Lifeline, WorkerLifeline
+from streamer.transport.store import first_line
 
 _SLICE = datetime.timedelta(seconds=0.2)
 _FILES = 8
-"""That Gloo opens, and one more for each rank."""
+"""Descriptors Gloo opens, plus one per rank."""
 
 
 class GlooTransport(Transport):
@@ -37,7 +38,7 @@ class GlooTransport(Transport):
 
     def __init__(
         self,
-        lifeline: Lifeline,
+        lifeline: Lifeline | WorkerLifeline,
         rank: int,
         world_size: int,
         *,
@@ -56,7 +57,7 @@ class GlooTransport(Transport):
     def connect(self, timeout: float) -> None:
         self.check()
         started = time.monotonic()
-        if self.rank == 0:
+        if isinstance(self._lifeline, Lifeline):
             # Gloo's constructor blocks until every rank is there, and cannot be cancelled.
             self._lifeline.wait_for_workers(self.world_size, timeout, self.check)
         timeout = max(timeout - (time.monotonic() - started), 0.001)
@@ -67,7 +68,7 @@ class GlooTransport(Transport):
         self._finish(self._group.allreduce([warm_up]), timeout, late)
 
     def _enter(self, timeout: float, waited: str) -> Any:
-        """A new group. No error that is raised later leads to its store, which workers wait for."""
+        """A new group, once every rank is there."""
         descriptors.check_room(_FILES + self.world_size, f"Gloo for {self.world_size} ranks")
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = datetime.timedelta(seconds=timeout)
@@ -78,8 +79,9 @@ class GlooTransport(Transport):
             options._devices = [ProcessGroupGloo.create_device(hostname=host)]
             return ProcessGroupGloo(store, self.rank, self.world_size, options)
         except RuntimeError as error:
-            raise TransportError(f"{waited}: {_first_line(error)}") from error
+            raise TransportError(f"{waited}: {_reason(error)}") from error
         finally:
+            # No traceback may keep the store alive: workers wait for it to close.
             del options, store
 
     def _broadcast(self, tensor: torch.Tensor, timeout: float) -> None:
@@ -106,17 +108,17 @@ class GlooTransport(Transport):
 
     def _wait(self, work: Work, timeout: float, late: str) -> None:
         deadline = time.monotonic() + timeout
-        problem = ""
-        while not problem:
-            # A wait that times out raises as one that fails does; only after completion is an
-            # error the operation's own.
+        problem: str | None = None
+        while problem is None:
+            # A wait raises alike when it times out and when the operation fails; only after
+            # completion is the error the operation's own.
             completed = work.is_completed()
             try:
                 work.wait(_SLICE)
                 return
             except RuntimeError as error:
                 if completed:
-                    problem = _first_line(error)
+                    problem = _reason(error)
             if self.aborted:
                 break
             if time.monotonic() > deadline:
@@ -130,7 +132,7 @@ class GlooTransport(Transport):
         )
 
     def _abort(self) -> None:
-        """Nothing to wake: `_finish` looks every 0.2 s."""
+        """Nothing to wake: `_wait` checks every 0.2 s."""
 
     def close(self) -> None:
         """Destroy the group, in a daemon thread if an operation is still inside it."""
@@ -146,8 +148,8 @@ class GlooTransport(Transport):
 
 
 _dropping = threading.Lock()
-"""Held by daemon threads while they are inside torch, and for ever once the interpreter exits: the
-process is aborted where a call of torch's comes back on a daemon thread, and finds it gone."""
+"""Held by daemon threads while they are inside torch, and for ever once the interpreter exits: a
+torch call that returns on a daemon thread after finalization aborts the process."""
 atexit.register(_dropping.acquire, timeout=5.0)  # a fork may have left it held
 
 
@@ -163,6 +165,6 @@ def _drop_when_done(owned: list[Any]) -> None:
         time.sleep(0.1)
 
 
-def _first_line(error: Exception) -> str:
-    # Without the place in Gloo's sources that it begins with, and the good wishes it ends with.
-    return re.sub(r"^\[[^\]]*\]\s*|\.? This (may|is) .*| GLHF.*", "", str(error).splitlines()[0])
+def _reason(error: Exception) -> str:
+    # Gloo begins with the place in its sources, and ends with guesses and good wishes.
+    return re.sub(r"^\[[^\]]*\]\s*|\.? This (may|is) .*| GLHF.*", "", first_line(error))

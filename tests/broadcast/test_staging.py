@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from streamer import SourceError
 from streamer.broadcast.fill import Fill, cut_regions
-from streamer.broadcast.staging import Stage, as_bytes, as_memoryview, as_raw
+from streamer.broadcast.staging import Stage
+from streamer.payloads import as_bytes, as_memoryview, as_raw
 from streamer.trace import Trace
 
 DTYPES = [

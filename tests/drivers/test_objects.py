@@ -532,3 +532,29 @@ def test_a_timeout_of_the_method_s_own_is_no_deadline():
     with pytest.raises(ServerRefused, match=r"it\.late: TimeoutError: mine"):
         calls.call("late", 5)
     calls.close()
+
+
+def test_a_coroutine_is_cancelled_at_its_deadline():
+    """Or else the next call would wait for its end."""
+    cancelled = threading.Event()
+
+    class Slow:
+        async def hang(self):
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+
+        async def answer(self):
+            return "yes"
+
+    async def main():
+        calls = LocalCalls(Slow(), "Slow", asyncio.get_running_loop())
+        with pytest.raises(DeadlineExceeded, match=r"^Slow\.hang: no answer after 0\.2 s$"):
+            await asyncio.to_thread(calls.call, "hang", 0.2)
+        assert await asyncio.to_thread(calls.call, "answer", 5) == "yes"
+        calls.close()
+
+    asyncio.run(main())
+    assert cancelled.is_set()

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import streamer
-from streamer import TensorSpec
+from streamer import Ranks, SourceError, TensorSpec
 from streamer.integrations.lockstep import Lockstep
 
 SCRIPT = Path(__file__).with_name("lockstep_rank.py")
@@ -84,3 +85,29 @@ def test_alone_it_needs_no_process_group(server):
     assert source.specs() is specs
     streamer.push(source, to=server.url)
     assert server.holds(tensors)
+
+
+def test_in_a_group_of_one_rank_it_leads_nobody(server):
+    tensors = {"a": torch.arange(4.0), "b": torch.ones(2, 3)}
+    source = Lockstep(tensors.items, ranks=Ranks(HashStore(), 0, 1))
+    for version in ("v1", "v2"):
+        report = streamer.push(source, to=server.url, weight_version=version)
+        assert report.tensors == 2
+    assert server.holds(tensors)
+    assert (server.paused, server.weight_version) == (False, "v2")
+
+
+def test_in_a_group_of_one_rank_its_failure_is_that_of_any_source(server):
+    tensors = {"a": torch.arange(4.0), "b": torch.ones(2, 3)}
+    specs = [TensorSpec(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+
+    def pairs():
+        yield "a", tensors["a"]
+        raise RuntimeError("no such layer")
+
+    source = Lockstep(pairs, specs=specs, ranks=Ranks(HashStore(), 0, 1))
+    with pytest.raises(SourceError, match="RuntimeError: no such layer"):
+        streamer.push(source, to=server.url)
+    streamer.push(Lockstep(tensors.items), to=server.url)
+    assert server.holds(tensors)
+    assert not server.paused

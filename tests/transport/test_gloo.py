@@ -15,7 +15,7 @@ import torch
 
 from streamer import DeadlineExceeded, TransportError
 from streamer.transport.gloo import GlooTransport
-from streamer.transport.lifeline import Lifeline
+from streamer.transport.lifeline import Lifeline, WorkerLifeline, _worker_key
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -24,10 +24,10 @@ import hashlib, json, os, sys, time
 import torch
 from streamer import StreamerError
 from streamer.transport.gloo import GlooTransport
-from streamer.transport.lifeline import Lifeline
+from streamer.transport.lifeline import WorkerLifeline
 
 rank, world_size, port = map(int, sys.argv[1:4])
-lifeline = Lifeline.join("127.0.0.1", port, 30)
+lifeline = WorkerLifeline.join("127.0.0.1", port, 30)
 lifeline.report(rank)
 transport = GlooTransport(lifeline, rank, world_size)
 transport.connect(30)
@@ -119,7 +119,7 @@ def group():
 def pair():
     """Two ranks in this process, which have joined."""
     host = Lifeline.host("127.0.0.1")
-    guest = Lifeline.join("127.0.0.1", host.port, 10)
+    guest = WorkerLifeline.join("127.0.0.1", host.port, 10)
     guest.report(1)
     ends = GlooTransport(host, 0, 2), GlooTransport(guest, 1, 2)
     other = threading.Thread(target=ends[1].connect, args=(20,))
@@ -275,7 +275,7 @@ def test_a_worker_that_does_not_receive_ends_at_the_deadline(group):
 
 def test_a_rank_that_is_missing_is_named(group):
     transport = group.start("time.sleep(60)", world_size=4, present=0)
-    group.lifeline.report(2)
+    group.lifeline.store.set(_worker_key(2), "{}")
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded) as caught:
         transport.connect(0.5)
@@ -285,7 +285,7 @@ def test_a_rank_that_is_missing_is_named(group):
 
 def test_a_rank_that_reports_and_never_comes_ends_at_the_deadline(group):
     transport = group.start("", world_size=2, present=0)
-    group.lifeline.report(1)
+    group.lifeline.store.set(_worker_key(1), "{}")
     started = time.monotonic()
     with pytest.raises((TransportError, DeadlineExceeded)) as caught:
         transport.connect(1)
@@ -333,10 +333,23 @@ def test_an_operation_that_ends_just_after_a_slice_of_waiting_has_succeeded(grou
     assert transport._pending is None
 
 
+def test_an_operation_that_fails_without_a_word_is_an_error_at_once(group):
+    class Work:
+        def wait(self, timeout=None):
+            raise RuntimeError
+
+        def is_completed(self):
+            return True
+
+    transport = group.start("", present=0)
+    with pytest.raises(TransportError, match=r"\(Gloo: RuntimeError\)"):
+        transport._finish(Work(), 5, "late")
+
+
 def test_coming_and_going_leaks_nothing(leaks, eventually):
     def once():
         host = Lifeline.host("127.0.0.1")
-        guest = Lifeline.join("127.0.0.1", host.port, 10)
+        guest = WorkerLifeline.join("127.0.0.1", host.port, 10)
         guest.report(1)
         ends = GlooTransport(host, 0, 2), GlooTransport(guest, 1, 2)
         other = threading.Thread(target=ends[1].connect, args=(20,))
@@ -368,7 +381,7 @@ def test_failing_leaks_nothing(leaks, eventually):
 
     def once():
         host = Lifeline.host("127.0.0.1")
-        guest = Lifeline.join("127.0.0.1", host.port, 10)
+        guest = WorkerLifeline.join("127.0.0.1", host.port, 10)
         guest.report(1)
         ends = GlooTransport(host, 0, 2), GlooTransport(guest, 1, 2)
         other = threading.Thread(target=ends[1].connect, args=(20,))

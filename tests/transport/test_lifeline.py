@@ -15,7 +15,8 @@ import pytest
 
 from streamer import DeadlineExceeded, TransportError
 from streamer.transport import lifeline as module
-from streamer.transport.lifeline import Lifeline
+from streamer.transport import store
+from streamer.transport.lifeline import Lifeline, WorkerLifeline, _worker_key
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -77,13 +78,13 @@ def trainer():
 def quick(monkeypatch):
     """Ask and listen in a hurry."""
     monkeypatch.setattr(module, "BEAT_SECONDS", 0.2)
-    monkeypatch.setattr(module, "SILENCE_SECONDS", 1.5)
+    monkeypatch.setattr(module, "_MISSED_BEATS", 9)
 
 
 @pytest.fixture
 def watched(trainer):
     """A worker's end that watches; what it was told, and when."""
-    worker = Lifeline.join("127.0.0.1", trainer.port, 20)
+    worker = WorkerLifeline.join("127.0.0.1", trainer.port, 20)
     told: list[tuple[float, str]] = []
     worker.watch(1, lambda reason: told.append((time.monotonic(), reason)))
     time.sleep(2 * module.BEAT_SECONDS)
@@ -134,7 +135,7 @@ def test_ipv6():
         host = Lifeline.host("::1")
     except TransportError:
         pytest.skip("no IPv6 loopback on this host")
-    worker = Lifeline.join("::1", host.port, 10)
+    worker = WorkerLifeline.join("::1", host.port, 10)
     worker.report(1, here=True)
     assert worker.local_address == "::1"
     assert host.reported(1) == {"here": True}
@@ -146,7 +147,7 @@ def test_no_trainer_is_an_error_at_once(free_port):
     port = free_port()
     started = time.monotonic()
     with pytest.raises(TransportError) as caught:
-        Lifeline.join("127.0.0.1", port, 30)
+        WorkerLifeline.join("127.0.0.1", port, 30)
     assert time.monotonic() - started < 5
     assert str(caught.value).startswith(f"the trainer does not answer at 127.0.0.1:{port}: ")
     assert "Connection refused" in str(caught.value)
@@ -159,7 +160,7 @@ def test_a_trainer_that_says_nothing_ends_at_the_deadline():
 
     def join():
         try:
-            Lifeline.join("127.0.0.1", port, 1)
+            WorkerLifeline.join("127.0.0.1", port, 1)
         except TransportError as error:
             errors.append(error)
 
@@ -176,6 +177,23 @@ def test_a_trainer_that_says_nothing_ends_at_the_deadline():
     assert f"does not answer at 127.0.0.1:{port}" in str(errors[0])
 
 
+def test_joining_has_one_deadline_for_all_its_connections(monkeypatch, leaks, eventually):
+    plain = store.TCPStore
+
+    def slow(*args, **options):
+        time.sleep(0.8)
+        return plain(*args, **options)
+
+    host = Lifeline.host("127.0.0.1")
+    monkeypatch.setattr(store, "TCPStore", slow)
+    started = time.monotonic()
+    with pytest.raises(TransportError, match="no answer within 1 s"):
+        WorkerLifeline.join("127.0.0.1", host.port, 1)
+    assert time.monotonic() - started < 1.5
+    eventually(lambda: leaks()["threads"] == 0)
+    host.close()
+
+
 def test_a_trainer_that_leaves_while_a_worker_joins_is_no_wait():
     """A worker that waits for it answers nobody else, and the next sync would wait with it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -189,14 +207,14 @@ def test_a_trainer_that_leaves_while_a_worker_joins_is_no_wait():
         thread.start()
         started = time.monotonic()
         with pytest.raises(TransportError, match=f"does not answer at 127.0.0.1:{port}"):
-            Lifeline.join("127.0.0.1", port, 30)
+            WorkerLifeline.join("127.0.0.1", port, 30)
         assert time.monotonic() - started < 5
         thread.join()
 
 
 def test_workers_report_to_the_trainer(eventually):
     host = Lifeline.host("127.0.0.1")
-    worker = Lifeline.join("127.0.0.1", host.port, 10)
+    worker = WorkerLifeline.join("127.0.0.1", host.port, 10)
     assert host.reported(1) == {}
     worker.report(1, update_open=True)
     eventually(lambda: host.reported(1) == {"update_open": True})
@@ -209,7 +227,7 @@ def test_workers_report_to_the_trainer(eventually):
 
 def test_the_ranks_that_did_not_come_are_named():
     host = Lifeline.host("127.0.0.1")
-    host.report(2)
+    host.store.set(_worker_key(2), "{}")
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded) as caught:
         host.wait_for_workers(5, 0.3, lambda: None)
@@ -274,7 +292,7 @@ def test_a_trainer_that_closes_is_noticed(quick, trainer, watched, how):
 
 def test_a_trainer_that_is_busy_is_not_taken_for_dead(quick, trainer):
     """The store answers from a thread that needs no GIL."""
-    worker = Lifeline.join("127.0.0.1", trainer.port, 20)
+    worker = WorkerLifeline.join("127.0.0.1", trainer.port, 20)
     told: list[str] = []
     worker.watch(1, told.append)
     trainer.tell("hold the GIL")
@@ -291,7 +309,7 @@ def absent(host, *ranks, timeout=5.0):
 
 def test_workers_answer_the_roll_at_once():
     host = Lifeline.host("127.0.0.1")
-    workers = [Lifeline.join("127.0.0.1", host.port, 10) for _ in range(2)]
+    workers = [WorkerLifeline.join("127.0.0.1", host.port, 10) for _ in range(2)]
     for rank, worker in enumerate(workers, 1):
         worker.report(rank)
         worker.watch(rank, lambda reason: None)
@@ -305,7 +323,7 @@ def test_workers_answer_the_roll_at_once():
     found, seconds = absent(host, 1, 2, timeout=0.5)
     assert found == [2]
     assert 0.4 < seconds < 3
-    host.report(2, left=True)
+    host.store.set(_worker_key(2), '{"left": true}')
     host.call_roll([1, 2])
     found, seconds = absent(host, 1, 2)
     assert found == [2]
@@ -328,7 +346,7 @@ def test_a_wait_for_the_absent_can_be_stopped():
 
 def test_a_trainer_that_was_stopped_finds_that_its_worker_has_left(trainer, eventually):
     """It looks as soon as it goes on."""
-    worker = Lifeline.join("127.0.0.1", trainer.port, 20)
+    worker = WorkerLifeline.join("127.0.0.1", trainer.port, 20)
     worker.report(1)
     told: list[str] = []
     worker.watch(1, told.append)
@@ -348,9 +366,9 @@ def test_a_trainer_that_was_stopped_finds_that_its_worker_has_left(trainer, even
 
 AT_EXIT = """
 import time
-from streamer.transport.lifeline import Lifeline
+from streamer.transport.lifeline import Lifeline, WorkerLifeline
 host = Lifeline.host("127.0.0.1")
-worker = Lifeline.join("127.0.0.1", host.port, 10)
+worker = WorkerLifeline.join("127.0.0.1", host.port, 10)
 worker.report(1)
 worker.watch(1, print)
 
@@ -375,9 +393,9 @@ def test_a_worker_may_exit_while_it_is_called():
 
 FORKED = """
 import os, sys
-from streamer.transport.lifeline import Lifeline
+from streamer.transport.lifeline import Lifeline, WorkerLifeline
 host = Lifeline.host("127.0.0.1")
-worker = Lifeline.join("127.0.0.1", host.port, 10)
+worker = WorkerLifeline.join("127.0.0.1", host.port, 10)
 worker.report(1)
 worker.watch(1, print)
 child = os.fork()
@@ -399,8 +417,8 @@ def test_a_fork_that_exits_does_not_leave():
 WORKER = """
 import sys
 from streamer.transport import lifeline as module
-module.BEAT_SECONDS, module.SILENCE_SECONDS = 0.2, 1.5
-lifeline = module.Lifeline.join("127.0.0.1", int(sys.argv[1]), 20)
+module.BEAT_SECONDS, module._MISSED_BEATS = 0.2, 9
+lifeline = module.WorkerLifeline.join("127.0.0.1", int(sys.argv[1]), 20)
 lifeline.watch(1, lambda reason: print("told", flush=True))
 print("watching", flush=True)
 sys.stdin.read()
@@ -454,7 +472,7 @@ def test_the_watching_threads_end_with_it(trainer, watched, eventually):
 def test_coming_and_going_leaks_nothing(leaks, eventually):
     def once():
         host = Lifeline.host("127.0.0.1")
-        worker = Lifeline.join("127.0.0.1", host.port, 10)
+        worker = WorkerLifeline.join("127.0.0.1", host.port, 10)
         worker.report(1)
         worker.watch(1, lambda reason: None)
         worker.close()
@@ -472,7 +490,7 @@ def test_coming_and_going_leaks_nothing(leaks, eventually):
 
 def test_a_name_server_that_loses_a_question_costs_a_second(monkeypatch):
     """torch asks it for the trainer's name when it connects, and waits for five."""
-    plain, tries = module.TCPStore, []
+    plain, tries = store.TCPStore, []
 
     def stalls(*args, **options):
         tries.append(time.monotonic())
@@ -481,9 +499,9 @@ def test_a_name_server_that_loses_a_question_costs_a_second(monkeypatch):
         return plain(*args, **options)
 
     host = Lifeline.host("127.0.0.1")
-    monkeypatch.setattr(module, "TCPStore", stalls)
+    monkeypatch.setattr(store, "TCPStore", stalls)
     started = time.monotonic()
-    worker = Lifeline.join("127.0.0.1", host.port, 30)
+    worker = WorkerLifeline.join("127.0.0.1", host.port, 30)
     assert time.monotonic() - started < 3
     worker.close()
     host.close()

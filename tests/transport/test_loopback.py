@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from streamer import DeadlineExceeded, TransportError
-from streamer.testing.loopback import LoopbackGroup
+from streamer.testing.loopback import LoopbackGroup, LoopbackTransport
 
 DTYPES = [
     torch.uint8,
@@ -184,3 +184,27 @@ def test_a_borrowed_buffer_may_change_after_the_broadcast():
         return total
 
     assert ranks(LoopbackGroup(3), step) == [1000.0 * sum(range(50))] * 3
+
+
+def test_whoever_closes_waits_for_an_abort_that_is_under_way():
+    begun, go = threading.Event(), threading.Event()
+    ends = []
+
+    class Slow(LoopbackTransport):
+        def _abort(self):
+            begun.set()
+            assert go.wait(10)
+            ends.append("aborted")
+
+    transport = Slow(LoopbackGroup(1), 0)
+    first = threading.Thread(target=transport.abort)
+    first.start()
+    assert begun.wait(10)
+    second = threading.Thread(target=lambda: (transport.abort(), ends.append("went on")))
+    second.start()
+    second.join(0.2)
+    assert ends == []
+    go.set()
+    first.join(10)
+    second.join(10)
+    assert ends == ["aborted", "went on"]
