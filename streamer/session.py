@@ -12,21 +12,19 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Unpack
 
 from streamer.aio import AGAIN_SECONDS, at_once, beside
 from streamer.announce import announced
-from streamer.drivers.base import Driver, ServerInfo
-from streamer.drivers.engine import Engine
-from streamer.drivers.factory import Servers, listed, make_driver, refuse_on_own_loop
+from streamer.drivers.base import ServerInfo
+from streamer.drivers.factory import Servers, listed
 from streamer.drivers.vllm import check_version
 from streamer.events import ChunkSent, Event, SyncFailed, SyncFinished, SyncStarted
 from streamer.exceptions import PushCancelled, StreamerError, UsageError
+from streamer.fleet import Fleet
 from streamer.follower import follow
-from streamer.group import Group
 from streamer.interrupts import Interrupts
 from streamer.options import ConnectOptions, Options
 from streamer.plan import Plan, make_plan
@@ -54,15 +52,9 @@ class Session:
     """
 
     def __init__(self, to: Servers | None, **options: Unpack[ConnectOptions]) -> None:
-        servers = listed(to)
-        self._engines = [server for server in servers if isinstance(server, Engine)]
         self._options = Options.parse(options)
         self._clock = Clock(self._options.timeouts)
-        self._drivers: list[Driver] = [
-            make_driver(server, self._options, self._clock) for server in servers
-        ]
-        if len(set(self._urls)) != len(servers):
-            raise UsageError(f"give several servers, each one once: {', '.join(self._urls)}")
+        self._fleet = Fleet(listed(to), self._options, self._clock)
         self.deliver: Callable[[Callable[[], None]], object] = at_once
         """Calls ``on_event``; `apush` has that done on the thread of its event loop."""
         self.turn = threading.Lock()
@@ -71,12 +63,14 @@ class Session:
         self._pushing = threading.Lock()
         self._pusher: int | None = None
         self._process = os.getpid()
-        self._pool = ThreadPoolExecutor(2 * len(servers) or 1, thread_name_prefix="streamer-http")
-        self._interrupts = Interrupts(self._abort)
-        self._group: Group | None = None
+        self._interrupts = Interrupts(self._fleet.abort)
         self._kept: Plan | None = None  # of the last push: the next one is often the same
         self._opened = 0.0
-        self.servers: list[ServerInfo] = []
+
+    @property
+    def servers(self) -> list[ServerInfo]:
+        """What the servers said they are, when they were last asked."""
+        return self._fleet.servers
 
     def push(
         self, source: object, *, weight_version: str | None = None, force: bool = False
@@ -127,7 +121,7 @@ class Session:
         try:
             with announced(source), trace.span("open source"):
                 self._refuse_if_closed()
-                refuse_on_own_loop(self._engines)
+                self._fleet.refuse_on_own_loop()
                 check_version(weight_version)
                 opened = open_source(source)
             ranks = ranks_of(opened)
@@ -166,7 +160,7 @@ class Session:
         return report
 
     def _plan(self, source: WeightSource) -> Plan:
-        if not self._drivers:
+        if not self._fleet.drivers:
             raise UsageError("this process sends, and needs a server: give its URL, not None")
         specs = specs_of(source)
         if not specs:
@@ -186,47 +180,33 @@ class Session:
         started: float,
         leader: Leader,
     ) -> Report:
-        joined = self._is_joined()
+        joined = self._fleet.is_joined(self._interrupts.check_request)
         if not joined:
             self._probe()
         version = weight_version or version_of(source)
         check_version(version)
         if version is None:
             version = f"streamer-{uuid.uuid4().hex[:12]}"
-        elif weight_version is None and not force and self._all_serve(version):
+        elif weight_version is None and not force and self._fleet.serves(version):
             return self._report(None, version, started, [time.monotonic()] * 3)
-        for driver in self._drivers:
+        for driver in self._fleet.drivers:
             driver.check(plan)
         if not joined:
             self._join()
         connected = time.monotonic()
-        self._tell(SyncStarted(plan.tensors, plan.nbytes, len(plan.chunks), self._urls))
+        self._tell(SyncStarted(plan.tensors, plan.nbytes, len(plan.chunks), self._fleet.urls))
         with self._interrupts:
             try:
                 self._update(plan, source, version, leader)
                 updated = time.monotonic()
-                sent = self._group.sent if self._group is not None else None
-                self._each(lambda driver: driver.commit(version, sent))
+                group = self._fleet.group
+                sent = group.sent if group is not None else None
+                self._fleet.each(lambda driver: driver.commit(version, sent))
             except BaseException as error:
                 leader.fail(error)
-                self._give_up(error)
+                self._fleet.give_up(error)
                 raise
         return self._report(plan, version, started, [connected, updated, time.monotonic()])
-
-    def _is_joined(self) -> bool:
-        """Whether the servers are as we left them, and their workers in our group, all of them.
-
-        The workers answer while the servers are asked.
-        """
-        group = self._group
-        if group is None or group.transport.aborted:
-            return False
-        group.call_roll()
-        ours = all(self._each(lambda driver: driver.is_ours()))
-        return ours and group.is_whole(self._interrupts.check_request)
-
-    def _all_serve(self, version: str) -> bool:
-        return all(self._each(lambda driver: driver.serves(version)))
 
     def _report(
         self, plan: Plan | None, version: str, started: float, marks: list[float]
@@ -236,22 +216,18 @@ class Session:
             ServerReport(
                 server.url, server.world_size, server.version, driver.verified if plan else None
             )
-            for driver, server in zip(self._drivers, self.servers, strict=True)
+            for driver, server in zip(self._fleet.drivers, self.servers, strict=True)
         ]
-        verify = self._verify_seconds() if plan else 0.0
+        verify = self._fleet.verify_seconds if plan else 0.0
         report = make_report(plan, version, [started, self._opened, *marks], verify, servers)
         self._tell(SyncFinished(report))
         return report
-
-    def _verify_seconds(self) -> float:
-        group = self._group.verify_seconds if self._group is not None else 0.0
-        return group + max(driver.verify_seconds for driver in self._drivers)
 
     def join(self) -> None:
         """Make every worker join a fresh broadcast group. Done by a push if need be."""
         with self._alone():
             self._refuse_if_closed()
-            refuse_on_own_loop(self._engines)
+            self._fleet.refuse_on_own_loop()
             self._interrupts.requested = False
             self._probe()
             self._join()
@@ -262,15 +238,15 @@ class Session:
 
     def _probe(self) -> None:
         self._interrupts.check_request()
-        self.servers = self._each(lambda driver: driver.probe())
+        self._fleet.probe()
 
     def _join(self) -> None:
         self._interrupts.check_request()
-        self._leave()
-        self._group = Group(self._drivers, self.servers, self._options, self._clock, self._pool)
+        self._fleet.join()
 
     def _update(self, plan: Plan, source: WeightSource, version: str, leader: Leader) -> None:
-        assert self._group is not None
+        group = self._fleet.group
+        assert group is not None
         payloads = checked(source, plan.specs)
 
         def on_progress(nbytes: int) -> None:
@@ -284,98 +260,20 @@ class Session:
         # No signal breaks into a collective that other ranks are in.
         within = self._interrupts.within if leader.alone else leader.within
         with contextlib.closing(payloads):
-            self._group.sync(
+            group.sync(
                 plan,
                 within(payloads),
-                lambda: self._each(lambda driver: driver.begin(version)),
+                lambda: self._fleet.each(lambda driver: driver.begin(version)),
                 on_progress,
                 check,
                 source=source,
             )
-
-    def _give_up(self, error: BaseException) -> None:
-        """A sync failed: release the servers if no byte was sent; else say what each one holds."""
-        group = self._group
-        if group is None:
-            return  # `close` has waited long enough for this push, and cleaned up
-        if not group.flowing:
-            self._clean_up(error, lambda driver: driver.release())
-            return
-        broken = group.transport.aborted
-        if broken:
-            # First our end: workers that still wait for the trainer cannot answer before that.
-            self._drop_group()
-        held: dict[str, str] = {}
-
-        def abandon(driver: Driver) -> None:
-            held[driver.url] = driver.abandon()
-
-        self._clean_up(error, abandon)
-        if isinstance(error, StreamerError):
-            error.held = held
-        else:
-            for url, state in held.items():
-                error.add_note(f"{url} {state}")
-        if broken:
-            self._clean_up(error, lambda driver: driver.leave())
-
-    def _clean_up(
-        self,
-        error: BaseException,
-        step: Callable[[Driver], None],
-        beside: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Run ``step`` on every server, and ``beside`` on this thread meanwhile; what goes wrong
-        with a server becomes a note on ``error``."""
-        begun = [(driver, self._begin(step, driver)) for driver in self._drivers]
-        beside()
-        for driver, result in begun:
-            try:
-                result()
-            except StreamerError as problem:
-                error.add_note(f"while cleaning up {driver.url}: {problem}")
-
-    def _begin(self, step: Callable[[Driver], None], driver: Driver) -> Callable[[], None]:
-        """Run ``step`` on a thread, and return what waits for it. Runs it in that call where the
-        interpreter exits, in an atexit handler, say, and starts no thread any more."""
-        try:
-            return self._pool.submit(step, driver).result
-        except RuntimeError:
-            return partial(step, driver)
-
-    def _each(self, step: Callable[[Driver], Any]) -> list[Any]:
-        """Run ``step`` on every server at once; when all are through, raise the first error."""
-        futures = [self._pool.submit(step, driver) for driver in self._drivers]
-        try:
-            wait(futures)
-        except BaseException:
-            for driver in self._drivers:
-                driver.cancel()
-            raise
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            raise errors[0]
-        return [future.result() for future in futures]
 
     def _tell(self, event: Event) -> None:
         if self._options.on_event is not None:
             self.deliver(partial(_observe, self._options.on_event, event))
         for problem in default_registry().call_on_event(event):
             log.error("a plugin's streamer_on_event failed", exc_info=problem)
-
-    @property
-    def _urls(self) -> tuple[str, ...]:
-        return tuple(driver.url for driver in self._drivers)
-
-    def _leave(self) -> None:
-        """Have the workers leave, so that they or others can join again."""
-        if self._group is None:
-            return
-        problem = StreamerError("leaving")
-        # One after the other took a second with vLLM's own engine (docs/measurements.md).
-        self._clean_up(problem, lambda driver: driver.leave(), beside=self._drop_group)
-        for note in getattr(problem, "__notes__", []):
-            log.warning("%s", note)
 
     def cancel(self, *, insist: bool = False) -> None:
         """From another thread: end the push under way as a signal does, and come back at once.
@@ -388,23 +286,13 @@ class Session:
         push is under way this does nothing.
         """
         self._interrupts.requested = True
-        inside, group = self._interrupts.inside, self._group
+        inside, group = self._interrupts.inside, self._fleet.group
         if inside and group is not None:
             group.stop(PushCancelled("the push was cancelled"))
         if insist:
-            self._abort()
+            self._fleet.abort()
         if insist or not inside:
-            for driver in self._drivers:
-                driver.cancel()
-
-    def _abort(self) -> None:
-        if self._group is not None:
-            self._group.transport.abort("interrupted")
-
-    def _drop_group(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
+            self._fleet.cancel()
 
     def close(self) -> None:
         """Leave the servers and free all memory and threads. Idempotent; never raises for a server
@@ -424,10 +312,7 @@ class Session:
                 break
             self.cancel()
         try:
-            self._leave()
-            for driver in self._drivers:
-                driver.close()
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._fleet.close()
         finally:
             if idle:
                 self._pushing.release()

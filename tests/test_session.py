@@ -986,10 +986,10 @@ def test_to_see_that_all_are_there_takes_no_time(session, server, make_source):
     seconds = []
     for _ in range(10):
         one.push(source)
-        one._group.call_roll()
+        one._fleet.group.call_roll()
         time.sleep(0.01)  # as long as a server takes to answer
         started = time.perf_counter()
-        assert one._group.is_whole(lambda: None)
+        assert one._fleet.group.is_whole(lambda: None)
         seconds.append(time.perf_counter() - started)
     assert min(seconds) < 1e-3
 
@@ -1085,7 +1085,7 @@ def test_a_group_that_was_aborted_is_joined_anew(session, server, push):
     """As after a second signal, which may come while the first one is tidied up behind."""
     one = session(server)
     push(one, [server], weights(1))
-    one._abort()
+    one._fleet.abort()
     push(one, [server], weights(2))
 
 

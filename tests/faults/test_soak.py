@@ -53,7 +53,7 @@ def test_nothing_grows(
     failed = 0
 
     def counts():
-        found = {**leaks(), "keys": session._group.lifeline.store.num_keys()}
+        found = {**leaks(), "keys": session._fleet.group.lifeline.store.num_keys()}
         for pid in pids[1:]:
             found[f"fds of {pid}"] = len(os.listdir(f"/proc/{pid}/fd"))
             found[f"tasks of {pid}"] = len(os.listdir(f"/proc/{pid}/task"))

@@ -1,0 +1,175 @@
+"""The servers of a session: what is done on all of them at once, and the group they are in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any
+
+from streamer.drivers.base import Driver, ServerInfo
+from streamer.drivers.engine import Engine
+from streamer.drivers.factory import make_driver, refuse_on_own_loop
+from streamer.exceptions import StreamerError, UsageError
+from streamer.group import Group
+from streamer.options import Options
+from streamer.timeouts import Clock
+
+log = logging.getLogger("streamer")
+
+
+class Fleet:
+    """All or nothing, as far as the protocol allows: a step that fails on one server has failed.
+
+    Every method but `cancel` and `abort` is for the thread that pushes, or closes.
+    """
+
+    def __init__(self, servers: Sequence[str | Engine], options: Options, clock: Clock) -> None:
+        self._engines = [server for server in servers if isinstance(server, Engine)]
+        self._options = options
+        self._clock = clock
+        self.drivers: list[Driver] = [make_driver(server, options, clock) for server in servers]
+        if len(set(self.urls)) != len(servers):
+            raise UsageError(f"give several servers, each one once: {', '.join(self.urls)}")
+        self._pool = ThreadPoolExecutor(2 * len(servers) or 1, thread_name_prefix="streamer-http")
+        self.servers: list[ServerInfo] = []
+        """What they said they are, when they were last asked."""
+        self.group: Group | None = None
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(driver.url for driver in self.drivers)
+
+    def refuse_on_own_loop(self) -> None:
+        """Raise `UsageError` on the event loop that an engine's coroutines need to go on."""
+        refuse_on_own_loop(self._engines)
+
+    def probe(self) -> None:
+        """Ask every server what it is."""
+        self.servers = self.each(lambda driver: driver.probe())
+
+    def join(self) -> None:
+        """Make every worker join a fresh broadcast group, once it has left the last one."""
+        self.leave()
+        self.group = Group(self.drivers, self.servers, self._options, self._clock, self._pool)
+
+    def is_joined(self, check: Callable[[], None]) -> bool:
+        """Whether the servers are as we left them, and their workers in our group, all of them.
+
+        The workers answer while the servers are asked. ``check`` may raise meanwhile.
+        """
+        group = self.group
+        if group is None or group.transport.aborted:
+            return False
+        group.call_roll()
+        ours = all(self.each(lambda driver: driver.is_ours()))
+        return ours and group.is_whole(check)
+
+    def serves(self, version: str) -> bool:
+        """Whether every server says that it holds exactly this version, complete."""
+        return all(self.each(lambda driver: driver.serves(version)))
+
+    @property
+    def verify_seconds(self) -> float:
+        """What the proof of arrival of the last sync has cost, where it took longest."""
+        group = self.group.verify_seconds if self.group is not None else 0.0
+        return group + max(driver.verify_seconds for driver in self.drivers)
+
+    def give_up(self, error: BaseException) -> None:
+        """A sync failed: release the servers if no byte was sent; else say what each one holds.
+
+        That is in ``error.held``, or in the notes of an error that is none of ours.
+        """
+        group = self.group
+        if group is None:
+            return  # `close` has waited long enough for this push, and cleaned up
+        if not group.flowing:
+            self._clean_up(error, lambda driver: driver.release())
+            return
+        broken = group.transport.aborted
+        if broken:
+            # First our end: workers that still wait for the trainer cannot answer before that.
+            self._drop_group()
+        held: dict[str, str] = {}
+
+        def abandon(driver: Driver) -> None:
+            held[driver.url] = driver.abandon()
+
+        self._clean_up(error, abandon)
+        if isinstance(error, StreamerError):
+            error.held = held
+        else:
+            for url, state in held.items():
+                error.add_note(f"{url} {state}")
+        if broken:
+            self._clean_up(error, lambda driver: driver.leave())
+
+    def leave(self) -> None:
+        """Have the workers leave, so that they or others can join again. Logs what goes wrong."""
+        if self.group is None:
+            return
+        problem = StreamerError("leaving")
+        # One after the other took a second with vLLM's own engine (docs/measurements.md).
+        self._clean_up(problem, lambda driver: driver.leave(), beside=self._drop_group)
+        for note in getattr(problem, "__notes__", []):
+            log.warning("%s", note)
+
+    def each(self, step: Callable[[Driver], Any]) -> list[Any]:
+        """Run ``step`` on every server at once; when all are through, raise the first error."""
+        futures = [self._pool.submit(step, driver) for driver in self.drivers]
+        try:
+            wait(futures)
+        except BaseException:
+            self.cancel()
+            raise
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
+        return [future.result() for future in futures]
+
+    def _clean_up(
+        self,
+        error: BaseException,
+        step: Callable[[Driver], None],
+        beside: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run ``step`` on every server, and ``beside`` on this thread meanwhile; what goes wrong
+        with a server becomes a note on ``error``."""
+        begun = [(driver, self._begin(step, driver)) for driver in self.drivers]
+        beside()
+        for driver, result in begun:
+            try:
+                result()
+            except StreamerError as problem:
+                error.add_note(f"while cleaning up {driver.url}: {problem}")
+
+    def _begin(self, step: Callable[[Driver], None], driver: Driver) -> Callable[[], None]:
+        """Run ``step`` on a thread, and return what waits for it. Runs it in that call where the
+        interpreter exits, in an atexit handler, say, and starts no thread any more."""
+        try:
+            return self._pool.submit(step, driver).result
+        except RuntimeError:
+            return partial(step, driver)
+
+    def cancel(self) -> None:
+        """From any thread: wake every call to a server that is under way; it raises."""
+        for driver in self.drivers:
+            driver.cancel()
+
+    def abort(self) -> None:
+        """From any thread: end the broadcast that is under way."""
+        if self.group is not None:
+            self.group.transport.abort("interrupted")
+
+    def _drop_group(self) -> None:
+        group, self.group = self.group, None
+        if group is not None:
+            group.close()
+
+    def close(self) -> None:
+        """Leave the servers, and drop connections and threads."""
+        self.leave()
+        for driver in self.drivers:
+            driver.close()
+        self._pool.shutdown(wait=True, cancel_futures=True)
