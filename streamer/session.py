@@ -20,7 +20,7 @@ from streamer.aio import AGAIN_SECONDS, at_once, beside
 from streamer.announce import announced
 from streamer.drivers.base import ServerInfo
 from streamer.drivers.factory import Servers, listed
-from streamer.drivers.vllm import check_version
+from streamer.drivers.mark import check_weight_version
 from streamer.events import ChunkSent, Event, SyncFailed, SyncFinished, SyncStarted
 from streamer.exceptions import PushCancelled, StreamerError, UsageError
 from streamer.fleet import Fleet
@@ -122,7 +122,7 @@ class Session:
             with announced(source), trace.span("open source"):
                 self._refuse_if_closed()
                 self._fleet.refuse_on_own_loop()
-                check_version(weight_version)
+                check_weight_version(weight_version)
                 opened = open_source(source)
             ranks = ranks_of(opened)
             if ranks is not None and not ranks.sends:
@@ -184,7 +184,7 @@ class Session:
         if not joined:
             self._probe()
         version = weight_version or version_of(source)
-        check_version(version)
+        check_weight_version(version)
         if version is None:
             version = f"streamer-{uuid.uuid4().hex[:12]}"
         elif weight_version is None and not force and self._fleet.serves(version):

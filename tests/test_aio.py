@@ -13,7 +13,7 @@ import torch
 
 import streamer
 from streamer import PushCancelled, ServerRefused, Timeouts, UsageError
-from streamer.drivers.vllm import INCOMPLETE
+from streamer.drivers.mark import INCOMPLETE
 from streamer.events import ChunkSent, SyncFailed, SyncFinished, SyncStarted
 
 TIMEOUTS = Timeouts(connect=30, progress=20)

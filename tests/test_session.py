@@ -38,7 +38,8 @@ from streamer import (
 )
 from streamer import group as group_module
 from streamer import session as session_module
-from streamer.drivers.vllm import INCOMPLETE, VllmDriver
+from streamer.drivers.mark import INCOMPLETE
+from streamer.drivers.vllm import VllmDriver
 from streamer.events import ChunkSent, SyncFailed, SyncFinished, SyncStarted
 from streamer.registry import Registry
 from streamer.transport.lifeline import BEAT_SECONDS

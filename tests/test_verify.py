@@ -20,7 +20,7 @@ from streamer import (
     group,
 )
 from streamer import session as session_module
-from streamer.drivers.vllm import INCOMPLETE
+from streamer.drivers.mark import INCOMPLETE
 from streamer.receiver import endpoint as endpoint_module
 from streamer.receiver.endpoint import Endpoint, InitInfo
 from streamer.transport.base import Transport
@@ -334,7 +334,7 @@ def test_a_trainer_without_a_lifeline_cannot_ask():
 class Nowhere(Transport):
     """A rank 0 whose bytes nobody gets."""
 
-    def __init__(self, device, rank, world_size):
+    def __init__(self, device, rank, world_size, lifeline=None):
         super().__init__(torch.device("cpu"), rank, world_size)
 
     def rendezvous(self):

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from streamer.doctor.finding import Finding, fail, ok, warn
 from streamer.drivers.http import HttpClient
-from streamer.drivers.vllm import INCOMPLETE
+from streamer.drivers.mark import is_incomplete
 from streamer.drivers.vllm_info import (
     CONFIGURE_SO,
     OLDEST,
@@ -196,7 +196,7 @@ class Server:
             )
         if not paused:
             return ok("paused", "no: it answers requests")
-        if self._mark().startswith(INCOMPLETE):
+        if is_incomplete(self._mark()):
             return warn("paused", "yes, by a sync that failed", "push again: that resumes it")
         return warn(
             "paused",
@@ -210,7 +210,7 @@ class Server:
     def complete(self) -> Finding:
         """Whether it holds one version of the weights, not a mixture."""
         mark = self._mark()
-        if not mark.startswith(INCOMPLETE):
+        if not is_incomplete(mark):
             return ok("complete", f"it serves {self._shown(mark) or 'weights without a name'}")
         text = f"marked {self._shown(mark)}: it may hold a mixture"
         several = self._field("/get_world_size", "world_size") != 1

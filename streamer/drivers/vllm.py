@@ -16,6 +16,7 @@ import torch
 
 from streamer.drivers.base import Client, JoinInfo, ServerInfo
 from streamer.drivers.checksums import ChecksumProof
+from streamer.drivers.mark import is_held, is_incomplete, mark_of
 from streamer.drivers.vllm_info import START_SO, ask, version_numbers
 from streamer.exceptions import (
     DeadlineExceeded,
@@ -24,17 +25,10 @@ from streamer.exceptions import (
     ServerError,
     ServerRefused,
     StreamerError,
-    UsageError,
 )
 from streamer.plan import Call, Plan
 from streamer.timeouts import Clock
 from streamer.verify import DIGEST, Sent
-
-INCOMPLETE = "streamer-incomplete:"
-"""A server whose weight version starts so holds, or may hold, a mixture of weights, or was left
-paused by a sync that could not resume it."""
-_HELD = "held-by-user:"
-"""Follows in the mark of a server that its user had paused: a repair must not resume it."""
 
 BACKENDS = ("auto", "nccl", "streamer")
 PAUSE_MODES = ("keep", "wait", "abort", "none")
@@ -56,19 +50,6 @@ PER_TENSOR_DTYPES = frozenset(
 _CLEAN_UP_SECONDS = 5.0
 _FRESH = 0.1
 """Seconds for which a server counts as paused, or not, as it has said it is."""
-
-
-def check_version(version: object) -> None:
-    """Raise `UsageError` for what cannot be a weight version; None is none, and passes."""
-    if version is None:
-        return
-    if not isinstance(version, str) or not version:
-        raise UsageError(f"a weight version is a text, not {version!r}")
-    if any("\ud800" <= letter <= "\udfff" for letter in version):
-        raise UsageError(f"a weight version has half a character (a surrogate): {version!r}")
-    for mark in (INCOMPLETE, _HELD):
-        if version.startswith(mark):
-            raise UsageError(f"a weight version must not start with {mark}: that marks failures")
 
 
 class VllmDriver:
@@ -180,17 +161,13 @@ class VllmDriver:
         self._began, self._finished, self._stuck = [], False, False
         self._finishing = None
         self.verified = None
-        torn = self._torn
+        torn = is_incomplete(self._version)
         if self._proof is not None:
             # The layers of a failed update may have no memory: asking would fail, out of step.
             self._proof.begin(ask=not torn)
         # Paused by its user, and not by a sync that failed: ours, or by its mark another's.
-        held = (
-            self._is_paused()
-            and not self._must_resume
-            and (not torn or (self._version or "").startswith(INCOMPLETE + _HELD))
-        )
-        self._mark = f"{INCOMPLETE}{_HELD if held else ''}{weight_version}"
+        held = self._is_paused() and not self._must_resume and (not torn or is_held(self._version))
+        self._mark = mark_of(weight_version, held=held)
         # First the mark: a trainer that dies right after has paused the server for somebody to see.
         self._began.append("mark")
         self._post("/update_weight_version", {"new_version": self._mark})
@@ -207,11 +184,6 @@ class VllmDriver:
         if time.monotonic() - when > _FRESH:
             said = self._get("/is_paused")
         return said.get("is_paused") is True
-
-    @property
-    def _torn(self) -> bool:
-        """Whether the server holds a mixture: its last sync, ours or another's, has failed."""
-        return (self._version or "").startswith(INCOMPLETE)
 
     def _restore(self) -> None:
         """Put the layers of a failed update back in place, so that a new one can be opened.
@@ -301,7 +273,7 @@ class VllmDriver:
         if "mark" in steps and self._version is not None:
             mark = {"new_version": self._version}
             undo.append(lambda: self._clean_up("/update_weight_version", mark))
-        if self._must_resume and not self._torn:
+        if self._must_resume and not is_incomplete(self._version):
             undo.append(self._resume)
         problem: StreamerError | None = None
         for step in undo:

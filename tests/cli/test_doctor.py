@@ -22,7 +22,7 @@ from streamer.broadcast.staging import RING_SIZE
 from streamer.defaults import DEFAULT_THREADS
 from streamer.doctor import here, weights
 from streamer.doctor.server import _POSTS
-from streamer.drivers.vllm import INCOMPLETE
+from streamer.drivers.mark import INCOMPLETE
 from streamer.transport import _libnccl
 
 pytestmark = pytest.mark.timeout(60)

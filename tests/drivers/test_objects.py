@@ -23,7 +23,7 @@ from streamer import (
 )
 from streamer.drivers import vllm
 from streamer.drivers.calls import LocalCalls
-from streamer.drivers.vllm import INCOMPLETE
+from streamer.drivers.mark import INCOMPLETE
 from streamer.testing.engine import LocalEngine
 
 TIMEOUTS = Timeouts(connect=30, progress=20)

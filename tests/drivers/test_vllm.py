@@ -22,7 +22,8 @@ from streamer import (
 from streamer.drivers import vllm as module
 from streamer.drivers.base import JoinInfo
 from streamer.drivers.http import HttpClient
-from streamer.drivers.vllm import INCOMPLETE, PER_TENSOR_DTYPES, VllmDriver
+from streamer.drivers.mark import INCOMPLETE
+from streamer.drivers.vllm import PER_TENSOR_DTYPES, VllmDriver
 from streamer.timeouts import Clock
 
 pytestmark = pytest.mark.timeout(60)

@@ -23,6 +23,7 @@ from streamer import Session, StreamerError, Timeouts
 from streamer import group as group_module
 from streamer import session as session_module
 from streamer.drivers import vllm
+from streamer.drivers.mark import INCOMPLETE
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fault_plot import BUFFER_SIZE, CALL_SIZE, Plot, weights
@@ -85,7 +86,7 @@ def state_of(server) -> Outcome:
     return Outcome(
         weights=weights[0] if weights else "mixture" if sums else "dead",
         paused=server.paused,
-        marked=server.weight_version.startswith(vllm.INCOMPLETE),
+        marked=server.weight_version.startswith(INCOMPLETE),
     )
 
 

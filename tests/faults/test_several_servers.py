@@ -14,6 +14,7 @@ import streamer
 from streamer import DeadlineExceeded, ServerRefused, ServerUnreachable, Timeouts
 from streamer import session as session_module
 from streamer.drivers import vllm
+from streamer.drivers.mark import INCOMPLETE
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fault_plot import BUFFER_SIZE, CALL_SIZE, Watched, weights
@@ -138,7 +139,7 @@ def test_if_one_fails_while_it_receives_each_says_what_it_holds(
         session.push(make_source(NEW), weight_version="new")
     assert caught.value.held == {proxy.url: MIXTURE for proxy in proxies}
     for server in servers:
-        assert (server.paused, server.weight_version) == (True, f"{vllm.INCOMPLETE}new")
+        assert (server.paused, server.weight_version) == (True, f"{INCOMPLETE}new")
     cure(session, servers, proxies, make_source)
 
 

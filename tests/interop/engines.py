@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import streamer
-from streamer.drivers.vllm import INCOMPLETE
+from streamer.drivers.mark import INCOMPLETE
 from streamer.events import ChunkSent
 
 PROMPTS = ([1, 5, 9, 33, 7], [200, 100, 50], [3] * 12)

@@ -18,7 +18,7 @@ import pytest
 
 import streamer
 from streamer.doctor import examine
-from streamer.drivers.vllm import INCOMPLETE
+from streamer.drivers.mark import INCOMPLETE
 from streamer.events import ChunkSent
 from streamer.options import Options
 

@@ -23,7 +23,7 @@ from streamer import (
     Timeouts,
     UsageError,
 )
-from streamer.drivers.vllm import INCOMPLETE
+from streamer.drivers.mark import INCOMPLETE
 from streamer.testing.engine import LocalEngine
 
 TIMEOUTS = Timeouts(connect=30, progress=20)
