@@ -1,7 +1,7 @@
 """Open files: every connection takes one, and a process may have only so many at a time.
 
 Where torch and Gloo run out of them they wait, or end the process: their threads cannot raise. So
-that there are enough is asked before.
+the limit is checked first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from streamer.exceptions import TransportError
 REMEDY = "raise the limit of open files (ulimit -n)"
 
 STORE = 16
-"""What one end of a lifeline opens at most, without what each worker adds to it."""
+"""What one end of a lifeline opens at most, before what each worker adds to it."""
 _GLOO = 4
 _PER_WORKER = 5
 """On the trainer: its connections to the store, and to Gloo."""

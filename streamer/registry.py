@@ -1,67 +1,25 @@
-"""Find plugins, ask them for sources, and open one from a URI, a path or an object."""
+"""Find plugins, and open a source that one of them registers: from a URI, a path or an object."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import inspect
-import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pluggy
-
-from streamer import hookspecs
-from streamer.exceptions import PluginError, SourceError, StreamerError, UsageError
-from streamer.hookspecs import PROJECT, SourceFactory
+from streamer.exceptions import PluginError, SourceError, UsageError, one_line
+from streamer.hookspecs import PROJECT
+from streamer.plugins import BrokenPlugin, SourceEntry, ask, new_manager
 from streamer.source import WeightSource
-
-log = logging.getLogger("streamer")
 
 ENTRY_POINT_GROUP = "streamer"
 IN_PROCESS = "in-process"
 PATH_SCHEME = "safetensors"
-_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class SourceEntry:
-    """One registered scheme."""
-
-    scheme: str
-    factory: SourceFactory
-    accepts: Callable[[object], bool] | None
-    summary: str
-    plugin: str
-    distribution: str
-
-    @property
-    def built_in(self) -> bool:
-        """Whether it ships with streamer. A third party's claim to an object wins over these."""
-        return self.distribution == PROJECT
-
-    @property
-    def options(self) -> list[str]:
-        """What options its factory declares; none if it does not tell."""
-        try:
-            parameters = inspect.signature(self.factory).parameters.values()
-        except (TypeError, ValueError):
-            return []
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        return [item.name for item in list(parameters)[1:] if item.kind in named]
-
-
-@dataclass(frozen=True)
-class BrokenPlugin:
-    """A plugin that was set aside, and why."""
-
-    plugin: str
-    distribution: str
-    error: str
 
 
 @dataclass
@@ -76,7 +34,7 @@ class Registry:
     broken: list[BrokenPlugin] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._manager = self._new_manager()
+        self._manager = new_manager()
         self._distributions: dict[str, str] = {}
 
     def load_entry_points(
@@ -121,17 +79,24 @@ class Registry:
             raise PluginError(
                 f"{where}: a plugin of this name is registered already, by {holder}: {remedy}"
             )
-        entries = self._ask(plugin, name, distribution)
+        other = self._manager.get_name(plugin)
+        if other is not None and other != name:
+            raise PluginError(
+                f"{where}: it is registered already, as {other} ({self._distributions[other]})"
+            )
+        others = {scheme: entry for scheme, entry in self.entries.items() if entry.plugin != name}
+        entries = ask(plugin, name, distribution, others)
         if holder is not None:
             self._manager.unregister(name=name)
         self._manager.register(plugin, name=name)
         self._distributions[name] = distribution
-        self.entries = {**self._entries_of_others(name), **entries}
+        self.entries = {**others, **entries}
 
     def call_on_event(self, event: object) -> list[Exception]:
         """Give ``event`` to every plugin in turn; return what they raised."""
         errors: list[Exception] = []
-        for _, plugin in self._manager.list_name_plugin():
+        implementations = self._manager.hook.streamer_on_event.get_hookimpls()
+        for plugin in dict.fromkeys(each.plugin for each in implementations):
             others = [other for other in self._manager.get_plugins() if other is not plugin]
             try:
                 self._manager.subset_hook_caller("streamer_on_event", others)(event=event)
@@ -149,30 +114,7 @@ class Registry:
                     f"the source is open already: it takes no option {next(iter(options))}"
                 )
             return source
-        try:
-            inspect.signature(entry.factory).bind(rest, **options)
-        except TypeError as error:
-            raise UsageError(
-                f"source {entry.scheme} does not take these options: {error}; it takes "
-                f"{', '.join(entry.options) or 'none'}"
-            ) from None
-        except ValueError:
-            pass
-        try:
-            opened = entry.factory(rest, **options)
-        except StreamerError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise PluginError(
-                f"plugin {entry.plugin} ({entry.distribution}) failed to open {entry.scheme}://: "
-                f"{type(error).__name__}: {_one_line(error)}"
-            ) from error
-        if not isinstance(opened, WeightSource):
-            raise PluginError(
-                f"plugin {entry.plugin} ({entry.distribution}): the factory of {entry.scheme}:// "
-                f"returned a {type(opened).__name__}, not a WeightSource"
-            )
-        return opened
+        return entry.open(rest, options)
 
     def options_of(self, source: object) -> list[str]:
         """What options the source takes that `open` would choose. Raises as that does."""
@@ -215,7 +157,7 @@ class Registry:
         raise PluginError(f"no source is registered for {scheme}://; installed: {known}{broken}")
 
     def _claimed(self, source: object) -> SourceEntry:
-        claims = [entry for entry in self.entries.values() if _accepts(entry, source)]
+        claims = [entry for entry in self.entries.values() if entry.claims(source)]
         claims = [entry for entry in claims if not entry.built_in] or claims
         if len(claims) == 1:
             return claims[0]
@@ -228,62 +170,6 @@ class Registry:
         names = " and ".join(f"{entry.scheme} ({entry.distribution})" for entry in claims)
         raise PluginError(f"{names} both accept a {kind}: choose one with scheme=")
 
-    def _ask(self, plugin: object, name: str, distribution: str) -> dict[str, SourceEntry]:
-        """What ``plugin`` registers, on a manager of its own so that a failure leaves nothing."""
-        fresh: dict[str, SourceEntry] = {}
-        others = self._entries_of_others(name)
-
-        def register(
-            scheme: str,
-            factory: SourceFactory,
-            *,
-            accepts: Callable[[object], bool] | None = None,
-            summary: str = "",
-        ) -> None:
-            if not isinstance(scheme, str) or not _SCHEME.fullmatch(scheme):
-                raise PluginError(f"scheme {scheme!r:.100} must match {_SCHEME.pattern}")
-            if not callable(factory):
-                raise PluginError(
-                    f"the factory of {scheme}:// must be callable, as factory(rest, **options), "
-                    f"not {factory!r:.100}"
-                )
-            if accepts is not None and not callable(accepts):
-                raise PluginError(
-                    f"accepts of {scheme}:// must be callable, as accepts(obj), not "
-                    f"{accepts!r:.100}"
-                )
-            taken = fresh.get(scheme) or others.get(scheme)
-            if taken:
-                raise PluginError(
-                    f"scheme {scheme}:// is taken by plugin {taken.plugin} ({taken.distribution})"
-                )
-            fresh[scheme] = SourceEntry(scheme, factory, accepts, summary, name, distribution)
-
-        manager = self._new_manager()
-        try:
-            manager.register(plugin, name=name)
-            if not manager.get_hookcallers(plugin):
-                raise PluginError(
-                    "it implements no hook: mark its functions with streamer.hookimpl"
-                )
-            other = self._manager.get_name(plugin)
-            if other is not None and other != name:
-                raise PluginError(
-                    f"it is registered already, as {other} ({self._distributions[other]})"
-                )
-            manager.check_pending()
-            manager.hook.streamer_register_sources(register=register)
-        except PluginError as error:
-            raise PluginError(f"plugin {name} ({distribution}): {error}") from error
-        except (Exception, SystemExit) as error:
-            raise PluginError(
-                f"plugin {name} ({distribution}): {type(error).__name__}: {_one_line(error)}"
-            ) from error
-        return fresh
-
-    def _entries_of_others(self, name: str) -> dict[str, SourceEntry]:
-        return {scheme: entry for scheme, entry in self.entries.items() if entry.plugin != name}
-
     def _add_or_set_aside(self, plugin: object, name: str, distribution: str) -> None:
         try:
             self.add(plugin, name, distribution)
@@ -293,37 +179,12 @@ class Registry:
     def _set_aside(self, name: str, distribution: str, error: BaseException) -> None:
         text = str(error).removeprefix(f"plugin {name} ({distribution}): ")
         if not isinstance(error, PluginError):
-            text = f"{type(error).__name__}: {_one_line(error)}"
+            text = f"{type(error).__name__}: {one_line(error)}"
         self.broken.append(BrokenPlugin(name, distribution, text))
-
-    @staticmethod
-    def _new_manager() -> pluggy.PluginManager:
-        manager = pluggy.PluginManager(PROJECT)
-        manager.add_hookspecs(hookspecs)
-        return manager
-
-
-def _accepts(entry: SourceEntry, source: object) -> bool:
-    """Whether it claims ``source``. A third party's claim that fails is logged, and is none."""
-    try:
-        return entry.accepts is not None and bool(entry.accepts(source))
-    except (Exception, SystemExit) as error:
-        text = (
-            f"plugin {entry.plugin} ({entry.distribution}) failed to say whether {entry.scheme} "
-            f"accepts a {type(source).__qualname__}: {type(error).__name__}: {_one_line(error)}"
-        )
-        if entry.built_in:
-            raise PluginError(text) from error
-        log.warning("%s", text)
-        return False
 
 
 def _distribution(point: importlib.metadata.EntryPoint) -> str:
     return point.dist.name if point.dist is not None else "unknown distribution"
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 _default: Registry | None = None

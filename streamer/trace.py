@@ -83,7 +83,8 @@ class Trace:
             start = at + base.elapsed_time(begin) * 1e3
             self._add(name, row, start, begin.elapsed_time(end) * 1e3, {})
         self._device.clear()
-        rows = {row: number for number, row in enumerate(dict.fromkeys(self._rows()), start=1)}
+        threads = dict.fromkeys(event["tid"] for event in self._events)
+        rows = {row: number for number, row in enumerate(threads, start=1)}
         events = [{**event, "tid": rows[event["tid"]]} for event in self._events]
         names = [
             {
@@ -99,6 +100,3 @@ class Trace:
             Path(path).write_text(json.dumps({"traceEvents": [*names, *events]}))
         except OSError as error:
             raise StreamerError(f"cannot write the timeline {path}: {error.strerror}") from error
-
-    def _rows(self) -> Iterator[str]:
-        yield from (event["tid"] for event in self._events)

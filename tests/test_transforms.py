@@ -22,7 +22,8 @@ from streamer.cli import make_app
 from streamer.payloads import CastTensor
 from streamer.plan import make_plan
 from streamer.source import checked
-from streamer.transforms import CAST_DTYPES, Output, Transformed
+from streamer.transformed import Output, Transformed
+from streamer.transforms import CAST_DTYPES
 
 BF16, F32 = torch.bfloat16, torch.float32
 

@@ -18,7 +18,8 @@ from streamer.payloads import cast_payload
 from streamer.ranks import Ranks
 from streamer.registry import open_source
 from streamer.source import Payload, TensorSpec, WeightSource
-from streamer.transforms import CAST_DTYPES, Output, Transformed
+from streamer.transformed import Output, Transformed
+from streamer.transforms import CAST_DTYPES
 from streamer_peft.config import AdapterConfig, read_config
 from streamer_peft.lora import Lora, orient, sort_tensors
 

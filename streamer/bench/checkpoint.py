@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -32,24 +33,35 @@ def write_checkpoint(folder: Path, nbytes: int) -> None:
             "give a smaller --size, or another folder as TMPDIR"
         )
     hidden = max(4, math.isqrt(nbytes // (2 * _LAYERS * _PER_LAYER)) // 4 * 4)
+    shapes = {name: (rows * hidden, columns * hidden) for name, (rows, columns) in _SQUARES.items()}
+    shapes |= {"input_layernorm": (1, hidden), "post_attention_layernorm": (1, hidden)}
+    layers = (
+        {
+            f"model.layers.{layer}.{name}.weight": random_tensor(torch.bfloat16, shape)
+            for name, shape in shapes.items()
+        }
+        for layer in range(_LAYERS)
+    )
+    write_shards(folder, layers, _LAYERS)
+
+
+def random_tensor(
+    dtype: torch.dtype, shape: Sequence[int], generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """A tensor of random bytes."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    # Eight bytes a number: the generator's cost is a number's, whatever its size.
+    words = torch.empty(-(-nbytes // 8), dtype=torch.int64)
+    words.random_(-(1 << 63), (1 << 63) - 1, generator=generator)
+    return words.view(torch.uint8)[:nbytes].view(dtype).view(shape)
+
+
+def write_shards(folder: Path, shards: Iterable[dict[str, torch.Tensor]], total: int) -> None:
+    """Write each of the ``total`` ``shards`` to a file as it comes, and then their index."""
     weight_map: dict[str, str] = {}
-    for layer in range(_LAYERS):
-        shapes = {
-            name: (rows * hidden, columns * hidden) for name, (rows, columns) in _SQUARES.items()
-        }
-        shapes |= {"input_layernorm": (1, hidden), "post_attention_layernorm": (1, hidden)}
-        tensors = {
-            f"model.layers.{layer}.{name}.weight": _random(rows, columns)
-            for name, (rows, columns) in shapes.items()
-        }
-        file = f"model-{layer + 1:05}-of-{_LAYERS:05}.safetensors"
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(tensors, file))
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05}-of-{total:05}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, file))
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def _random(rows: int, columns: int) -> torch.Tensor:
-    words = torch.empty(rows * columns // 4, dtype=torch.int64)
-    words.random_(-(1 << 63), (1 << 63) - 1)
-    return words.view(torch.bfloat16).view(rows, columns)

@@ -1,4 +1,4 @@
-"""What takes long by itself is begun before torch is imported, which takes seconds as well."""
+"""Slow things that do not need torch, begun before torch is imported, which takes seconds too."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def begin_ahead(
     """Ask each server what it is, and make the CUDA context of ``device`` if one of them has GPUs.
 
     vLLM takes two seconds for its first answer to this, and a context takes half a second. Returns
-    at once; nothing comes of it but time, as all is asked again. Raises `UsageError` for what can
-    be no server or header.
+    at once; it only saves time, as all is asked again. Raises `UsageError` for what cannot be a
+    server or a header.
     """
     lock = threading.Lock()
     # The threads inherit this: a signal is the main thread's, which holds it back meanwhile.
@@ -45,7 +45,7 @@ def begin_ahead(
 
 
 def _ask(client: HttpClient, device: str | None, lock: threading.Lock) -> None:
-    # What goes wrong here goes wrong again where it is told.
+    # What goes wrong here goes wrong again where it is reported.
     with contextlib.suppress(Exception):
         setup = Setup.parse(client.get(SERVER_INFO, 60.0))
         if setup.device == "cuda":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,27 +23,14 @@ def write_checkpoint(folder: Path, seed: int) -> None:
     Named like a transformer of four layers, in seven dtypes, with a scalar and an empty tensor.
     """
     import torch
-    from safetensors.torch import save_file
+
+    from streamer.bench.checkpoint import random_tensor, write_shards
 
     generator = torch.Generator().manual_seed(seed)
     shards: list[dict[str, torch.Tensor]] = [{} for _ in range(_SHARDS)]
     for layer, name, dtype, shape in _layout():
-        nbytes = dtype.itemsize
-        for length in shape:
-            nbytes *= length
-        # Eight bytes a number: the generator's cost is a number's, whatever its size.
-        words = torch.empty(-(-nbytes // 8), dtype=torch.int64)
-        words.random_(-(1 << 63), (1 << 63) - 1, generator=generator)
-        tensor = words.view(torch.uint8)[:nbytes].view(dtype).view(shape)
-        shards[layer * _SHARDS // _LAYERS][name] = tensor
-    weight_map: dict[str, str] = {}
-    for index, shard in enumerate(shards, start=1):
-        file = f"model-{index:05}-of-{_SHARDS:05}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, file))
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+        shards[layer * _SHARDS // _LAYERS][name] = random_tensor(dtype, shape, generator)
+    write_shards(folder, shards, _SHARDS)
 
 
 def _layout() -> Iterator[tuple[int, str, torch.dtype, tuple[int, ...]]]:

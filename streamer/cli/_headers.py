@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
+from streamer.drivers.http import HEADER_NAME
 from streamer.exceptions import UsageError
-
-_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
 def make_headers(headers: Sequence[str] | None, api_key: str | None) -> dict[str, str]:
@@ -20,7 +18,7 @@ def make_headers(headers: Sequence[str] | None, api_key: str | None) -> dict[str
         made["authorization"] = f"Bearer {sendable('the API key', api_key)}"
     for line in headers or ():
         name, colon, value = line.partition(":")
-        if not colon or not _NAME.fullmatch(name):
+        if not colon or not HEADER_NAME.fullmatch(name):
             raise UsageError("--header: give 'NAME: VALUE', as in 'Authorization: Bearer KEY'")
         made[name.lower()] = sendable(f"--header {name}", value)
     return made

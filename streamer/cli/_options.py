@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from streamer.defaults import DEFAULT_BUFFER_SIZE, DEFAULT_NUM_BUFFERS, MIB
-from streamer.exceptions import UsageError
 from streamer.timeouts import Timeouts
-
-if TYPE_CHECKING:
-    from streamer.source import WeightSource
 
 BUFFER_SIZE = f"{DEFAULT_BUFFER_SIZE // MIB}MiB"
 NUM_BUFFERS = DEFAULT_NUM_BUFFERS
@@ -77,7 +71,7 @@ Select = Annotated[
         "--select",
         metavar="GLOB",
         rich_help_panel=_CHANGES,
-        help="Send only tensors whose name fits, as in 'model.layers.0.*'. Repeat for more.",
+        help="Send only tensors whose name matches, as in 'model.layers.0.*'. Repeat for more.",
     ),
 ]
 Exclude = Annotated[
@@ -86,7 +80,7 @@ Exclude = Annotated[
         "--exclude",
         metavar="GLOB",
         rich_help_panel=_CHANGES,
-        help="Do not send tensors whose name fits. Repeat for more.",
+        help="Do not send tensors whose name matches. Repeat for more.",
     ),
 ]
 Rename = Annotated[
@@ -96,7 +90,7 @@ Rename = Annotated[
         metavar="OLD=NEW",
         rich_help_panel=_CHANGES,
         help=r"Replace a regular expression in names, as in '^model\.=language_model.'. Repeat for "
-        "more, which are done one after another.",
+        "more; they are applied in order.",
     ),
 ]
 Cast = Annotated[
@@ -105,7 +99,7 @@ Cast = Annotated[
         "--cast",
         metavar="DTYPE",
         rich_help_panel=_CHANGES,
-        help="Send floats as bfloat16, float16, float32 or float64; not fp8, and no scales.",
+        help="Send floats as bfloat16, float16, float32 or float64; not fp8, and not scales.",
     ),
 ]
 To = Annotated[
@@ -122,13 +116,13 @@ WeightVersion = Annotated[
     typer.Option(
         "--weight-version",
         metavar="NAME",
-        help="Name of these weights on the servers. Else one is made up.",
+        help="Name of these weights on the servers. By default one is made up.",
     ),
 ]
 Force = Annotated[
     bool,
     typer.Option(
-        "--force", help="Push also where every server says that it has this version already."
+        "--force", help="Push even if every server says that it has this version already."
     ),
 ]
 Verify = Annotated[
@@ -143,7 +137,7 @@ Pause = Annotated[
     typer.Option(
         "--pause",
         help="Requests under way: keep them and go on afterwards, wait for them, abort them, or "
-        "none: you pause and resume the servers yourself.",
+        "none, if you pause and resume the servers yourself.",
     ),
 ]
 Json = Annotated[
@@ -192,7 +186,7 @@ ConnectTimeout = Annotated[
         "--connect-timeout",
         metavar="SECONDS",
         rich_help_panel=_SERVER,
-        help="Wait so long for a connection, and for all workers to join.",
+        help="Wait this long for a connection, and for all workers to join.",
     ),
 ]
 ProgressTimeout = Annotated[
@@ -201,7 +195,7 @@ ProgressTimeout = Annotated[
         "--progress-timeout",
         metavar="SECONDS",
         rich_help_panel=_SERVER,
-        help="Give up when no answer, chunk or read comes for so long.",
+        help="Give up after this long without an answer, a chunk or a read.",
     ),
 ]
 Timeout = Annotated[
@@ -210,7 +204,7 @@ Timeout = Annotated[
         "--timeout",
         metavar="SECONDS",
         rich_help_panel=_SERVER,
-        help="Give up when the whole push takes longer. Else there is no limit.",
+        help="Give up when the whole push takes longer. By default there is no limit.",
     ),
 ]
 PerTensor = Annotated[
@@ -218,7 +212,7 @@ PerTensor = Annotated[
     typer.Option(
         "--per-tensor",
         rich_help_panel=_TUNING,
-        help="One broadcast a tensor instead of packed chunks. Slower.",
+        help="One broadcast per tensor instead of packed chunks. Slower.",
     ),
 ]
 BufferSize = Annotated[
@@ -245,7 +239,7 @@ EngineBackend = Annotated[
     typer.Option(
         "--backend",
         rich_help_panel=_TUNING,
-        help="Engine that receives: auto asks the server; nccl is vLLM's own; streamer ours.",
+        help="Engine that receives: auto asks the server; nccl is vLLM's own; streamer is ours.",
     ),
 ]
 Device = Annotated[
@@ -254,7 +248,7 @@ Device = Annotated[
         "--device",
         metavar="DEVICE",
         rich_help_panel=_TUNING,
-        help="GPU that sends, such as cuda:1. Else the first one.",
+        help="GPU that sends, such as cuda:1. By default the first one.",
     ),
 ]
 Address = Annotated[
@@ -263,7 +257,7 @@ Address = Annotated[
         "--address",
         metavar="HOST",
         rich_help_panel=_TUNING,
-        help="Address of this host as the workers reach it. Else it is found out.",
+        help="Address of this host as the workers reach it. By default it is found out.",
     ),
 ]
 Port = Annotated[
@@ -274,7 +268,7 @@ Port = Annotated[
         max=65535,
         metavar="PORT",
         rich_help_panel=_TUNING,
-        help="Port here that workers of our own engine join at. 0: a free one.",
+        help="Port on this host that workers of our own engine join. 0: a free one.",
     ),
 ]
 TraceFile = Annotated[
@@ -286,69 +280,3 @@ TraceFile = Annotated[
         help="Write a timeline of the push there, for https://ui.perfetto.dev.",
     ),
 ]
-
-
-@contextlib.contextmanager
-def opened(
-    source: str,
-    options: Sequence[str] | None,
-    *,
-    no_cache: bool = False,
-    select: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
-    rename: Sequence[str] | None = None,
-    cast: CastDtype | None = None,
-) -> Iterator[WeightSource]:
-    """``source`` opened with ``KEY=VALUE`` options and changed, and closed after the block."""
-    from streamer import transforms
-    from streamer.registry import open_source
-    from streamer.source import close_source
-
-    renames = [_parse_rename(option) for option in rename or ()]
-    parsed = _parse_options([*(options or ()), *_no_cache(source, no_cache)], source)
-    with contextlib.ExitStack() as stack:
-        changed = open_source(source, **parsed)
-        stack.callback(close_source, changed)
-        if select:
-            changed = transforms.select(changed, *select)
-        if exclude:
-            changed = transforms.exclude(changed, *exclude)
-        for old, new in renames:
-            changed = transforms.rename(changed, old, new)
-        if cast is not None:
-            changed = transforms.cast(changed, cast.value)
-        yield changed
-
-
-def _parse_rename(option: str) -> tuple[str, str]:
-    """Old and new of ``OLD=NEW``. An expression may hold a ``=``, a new name does not."""
-    old, equals, new = option.rpartition("=")
-    if not equals or not old:
-        raise UsageError(rf"--rename: {option!r} is not OLD=NEW, as in '^model\.=language_model.'")
-    return old, new
-
-
-def _no_cache(source: str, wanted: bool) -> list[str]:
-    """The option of the source that ``--no-cache`` stands for."""
-    from streamer.registry import default_registry
-
-    if wanted and "no_cache" not in default_registry().options_of(source):
-        raise UsageError("--no-cache: this source has no cache; leave it out")
-    return ["no_cache=true"] if wanted else []
-
-
-def _parse_options(options: Sequence[str], source: str) -> dict[str, str]:
-    parsed: dict[str, str] = {}
-    for option in options:
-        key, equals, value = option.partition("=")
-        # `source` is the parameter of open_source itself.
-        if not equals or not key.isidentifier() or key == "source":
-            from streamer.registry import default_registry
-
-            known = default_registry().options_of(source)
-            hint = f": this source takes {', '.join(known)}" if known else ""
-            raise UsageError(f"--option: {option!r} is not KEY=VALUE{hint}")
-        if key in parsed:
-            raise UsageError(f"--option: {key} is given twice")
-        parsed[key] = value
-    return parsed

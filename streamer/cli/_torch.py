@@ -8,11 +8,10 @@ import signal
 def import_torch() -> None:
     """Import torch, which takes seconds, with signals held back until it is there.
 
-    An import that Ctrl-C breaks off leaves modules half made, and may swallow the signal.
+    An import that Ctrl-C breaks off leaves modules half initialized, and may swallow the signal.
     """
-    held = (signal.SIGINT, signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         import torch  # noqa: F401
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)

@@ -15,6 +15,7 @@ from streamer.cli._output import one_line, print_facts, print_json, print_table
 from streamer.cli._progress import spinner
 from streamer.cli._reference import reference_server
 from streamer.cli._sizes import count, format_size, parse_size
+from streamer.cli._source import opened
 from streamer.cli._torch import import_torch
 from streamer.cli.serve import require_server
 from streamer.exceptions import StreamerError, UsageError
@@ -27,7 +28,7 @@ Source = Annotated[
     typer.Argument(
         metavar="[SOURCE]",
         show_default=False,
-        help="What to read and to push. Else a checkpoint of random bytes, gone at the end.",
+        help="What to read and push. By default a checkpoint of random bytes, gone at the end.",
     ),
 ]
 To = Annotated[
@@ -44,13 +45,16 @@ Size = Annotated[
     typer.Option(
         "--size",
         metavar="SIZE",
-        help="Of a checkpoint of random bytes. By default 256MiB, with two GPUs 4GiB.",
+        help="Size of the checkpoint of random bytes. By default 256MiB, with two GPUs 4GiB.",
     ),
 ]
 Repeats = Annotated[
     int,
     typer.Option(
-        "--repeats", min=1, metavar="N", help="Medians of so many; fewer of what takes long."
+        "--repeats",
+        min=1,
+        metavar="N",
+        help="Repeats per row (the median is shown); fewer for slow rows.",
     ),
 ]
 Chart = Annotated[
@@ -60,7 +64,7 @@ Chart = Annotated[
 Deadline = Annotated[
     float,
     typer.Option(
-        "--deadline", min=1, metavar="SECONDS", help="Give a stage up after so long; others go on."
+        "--deadline", min=1, metavar="SECONDS", help="Abandon a stage after this long and go on."
     ),
 ]
 Device = Annotated[
@@ -68,7 +72,7 @@ Device = Annotated[
     typer.Option(
         "--device",
         metavar="DEVICE",
-        help="GPU that sends, such as cuda:1. Else the last one; the server takes the first.",
+        help="GPU that sends, such as cuda:1. By default the last one; the server takes the first.",
     ),
 ]
 _COLUMNS = ("stage", "setting", ">GB/s", ">seconds", "")
@@ -94,7 +98,7 @@ def bench(
 
     Example: streamer bench /models/Qwen3-8B --chart bench.svg --trace bench.json
 
-    Every stage is measured alone, so the slowest is a bound that no push can pass;
+    Every stage is measured alone, so the slowest is a bound that no push can beat;
     the last rows are real pushes. Ends with exit code 1 if a stage has failed.
     """
     _check(source, option, to, size)
@@ -117,7 +121,7 @@ def bench(
             say("writing a checkpoint ...")
             nbytes = nbytes or (run.CUDA_SIZE if kind == "cuda" else run.CPU_SIZE)
             source = str(stack.enter_context(run.made_up(nbytes)))
-        weights = stack.enter_context(o.opened(source, option))
+        weights = stack.enter_context(opened(source, option))
         specs = weights.specs()
         if not specs:
             raise StreamerError("the source has no tensors: nothing to measure")

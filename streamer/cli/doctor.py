@@ -11,6 +11,7 @@ from streamer.cli import _options as o
 from streamer.cli._headers import make_headers
 from streamer.cli._output import on_terminal, one_line, print_json, print_table
 from streamer.cli._sizes import count, parse_size
+from streamer.cli._source import opened
 from streamer.cli._torch import import_torch
 from streamer.timeouts import Timeouts
 
@@ -19,7 +20,7 @@ Source = Annotated[
     typer.Argument(
         metavar="[SOURCE]",
         show_default=False,
-        help="What would be pushed: also look whether it can be read, and sent to these servers.",
+        help="What would be pushed: also check that it can be read, and sent to these servers.",
     ),
 ]
 _SECONDS = 10.0
@@ -79,7 +80,7 @@ def doctor(
     )
     weights = None
     if source is not None:
-        weights = o.opened(
+        weights = opened(
             source,
             option,
             no_cache=no_cache,

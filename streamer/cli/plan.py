@@ -10,6 +10,7 @@ import typer
 from streamer.cli import _options as o
 from streamer.cli._output import print_facts, print_json, print_table
 from streamer.cli._sizes import count, format_size, parse_size
+from streamer.cli._source import opened
 from streamer.cli._torch import import_torch
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def plan(
     from streamer.plan import make_plan
 
     size = parse_size(buffer_size, "--buffer-size")
-    with o.opened(
+    with opened(
         source, option, no_cache=no_cache, select=select, exclude=exclude, rename=rename, cast=cast
     ) as weights:
         planned = make_plan(weights.specs(), packed=not per_tensor, buffer_size=size)

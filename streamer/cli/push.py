@@ -12,6 +12,7 @@ from streamer.cli._headers import make_headers
 from streamer.cli._output import one_line, print_json
 from streamer.cli._progress import push_progress
 from streamer.cli._sizes import count, format_size, parse_size
+from streamer.cli._source import opened
 from streamer.cli._torch import import_torch
 from streamer.report import Report
 from streamer.timeouts import Timeouts
@@ -93,7 +94,7 @@ def push(
             ) as session,
         ):
             started = time.monotonic()
-            with o.opened(
+            with opened(
                 source,
                 option,
                 no_cache=no_cache,

@@ -34,7 +34,7 @@ def serve(
     workers: Annotated[
         int,
         typer.Option(
-            "--workers", min=1, metavar="N", help="Worker processes, one a GPU with cuda."
+            "--workers", min=1, metavar="N", help="Worker processes; with cuda one per GPU."
         ),
     ] = 2,
     host: Annotated[
@@ -51,7 +51,7 @@ def serve(
     ] = WorkerDevice.auto,
     discard: Annotated[
         bool,
-        typer.Option("--discard", help="Throw the weights away as they come: to measure speed."),
+        typer.Option("--discard", help="Throw the weights away as they arrive: to measure speed."),
     ] = False,
     api_key: Annotated[
         str | None,
@@ -76,8 +76,8 @@ def serve(
 
     Then, in another terminal: streamer push SOURCE --to http://127.0.0.1:8000
 
-    Ctrl-C ends it. Anybody who reaches it may push unless it asks for a key, which goes over the
-    network as it is: keep it in a trusted one.
+    Ctrl-C ends it. Anybody who reaches it may push unless it asks for a key, which crosses the
+    network unencrypted: keep it in a trusted one.
     """
     run = require_server()
     if api_key is not None:

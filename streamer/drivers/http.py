@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import http.client
 import json
@@ -11,16 +10,11 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from streamer import descriptors
-from streamer.drivers.connection import (
-    Call,
-    Connection,
-    basic_login,
-    environment_proxy,
-    tls_context,
-)
+from streamer.drivers.connection import Call, Connection, environment_proxy, tls_context
+from streamer.drivers.secrets import Secrets, basic_login, hide_user, is_server_url
 from streamer.exceptions import (
     DeadlineExceeded,
     IncompatibleServer,
@@ -30,15 +24,9 @@ from streamer.exceptions import (
 )
 from streamer.trace import Trace
 
+HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _MAX_TEXT = 500
 _MAX_BODY = 64 << 20
-_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
-_SHORTEST_SECRET = 4
-_WORDS, _VERSION = "nccl streamer cuda", re.compile(r"v?\d*\.\d")
-"""What an answer may have to say, whatever headers and URL hold: no secret is hidden in it that is
-such a word, or begins like a version."""
-_KEPT = frozenset({"weight_version"})
-"""Fields of an answer that are compared, and written back: who shows one must `hide` it."""
 
 
 def normalize_url(url: str) -> str:
@@ -47,31 +35,11 @@ def normalize_url(url: str) -> str:
     Raises `UsageError` for what is not an http(s) URL. A path prefix is kept.
     """
     full = url if "://" in url else f"http://{url}"
-    if not _is_server_url(full):
+    if not is_server_url(full):
         raise UsageError(f"not a server URL: {hide_user(url)} (http://host:port is)")
     parts = urlsplit(full)
     path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
     return urlunsplit((parts.scheme, parts.netloc, path, "", ""))
-
-
-def _is_server_url(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        valid = url.isprintable() and parts.scheme in ("http", "https")
-        valid = valid and " " not in (parts.hostname or " ") and parts.port != 0
-    except ValueError:
-        return False
-    return valid and not parts.query and not parts.fragment
-
-
-def hide_user(url: str) -> str:
-    """``url`` without user name and password. An ``@`` in the path of a server's URL stays."""
-    if _is_server_url(url):
-        parts = urlsplit(url)
-        _, at, host = parts.netloc.rpartition("@")
-        return urlunsplit(parts._replace(netloc=f"…@{host}")) if at else url
-    head, at, tail = url.rpartition("@")
-    return f"{head.split('://')[0]}://…@{tail}" if at and "://" in head else tail if at else url
 
 
 class HttpClient:
@@ -98,22 +66,13 @@ class HttpClient:
         self.url = hide_user(self._base)
         self._connect_timeout = connect_timeout
         self._trace = trace or Trace()
-        for name, value in (headers or {}).items():
-            if not _HEADER_NAME.fullmatch(name):
-                raise UsageError("the name of a header is not one")
-            if not (value.isascii() and value.isprintable() and value == value.strip()):
-                raise UsageError(
-                    f"header {name}: only printable ASCII can be sent, without blanks around it"
-                )
+        headers = headers or {}
+        _check_headers(headers)
         if ca_bundle is not None and not os.path.exists(ca_bundle):
             raise UsageError(f"there is no CA bundle at {ca_bundle}")
         self._proxy = environment_proxy(self._base) if trust_env else None
-        secrets = {*_secrets(self._base, headers or {}), *_secrets(self._proxy or "", {})}
-        self._secrets = sorted(secrets, key=len, reverse=True)
-        self._told = [
-            each for each in self._secrets if each not in _WORDS and not _VERSION.match(each)
-        ]
-        self._headers = {"Connection": "close", "User-Agent": "streamer", **(headers or {})}
+        self._secrets = Secrets(headers, [self._base, self._proxy or ""])
+        self._headers = {"Connection": "close", "User-Agent": "streamer", **headers}
         parts = urlsplit(self._base)
         if parts.username is not None:
             self._headers["Authorization"] = basic_login(parts.username, parts.password)
@@ -224,7 +183,7 @@ class HttpClient:
             text = self._quoted(_text(content))
             raise ServerRefused(f"{what}: {status} {text}", status, path)
         if 200 <= status < 300:
-            value = _json(content, self._hide_told) if content.strip() else {}
+            value = _json(content, self._secrets.hide_in_answer) if content.strip() else {}
             if isinstance(value, dict):
                 return value
         kind = self._quoted(headers.get("content-type", "no content type"))
@@ -235,15 +194,7 @@ class HttpClient:
 
     def hide(self, text: str) -> str:
         """``text`` without what may not be shown: key, password, values of headers."""
-        for secret in self._secrets:
-            text = text.replace(secret, "…")
-        return text
-
-    def _hide_told(self, text: str) -> str:
-        """`hide`, of a text that decides what is done."""
-        for secret in self._told:
-            text = text.replace(secret, "…")
-        return text
+        return self._secrets.hide(text)
 
     def _quoted(self, text: str) -> str:
         """What a server has said, as part of an error."""
@@ -257,23 +208,14 @@ class HttpClient:
                 call.end("cancelled")
 
 
-def _secrets(url: str, headers: Mapping[str, str]) -> Iterator[str]:
-    """What a server may have been told, and may repeat, but no error may: in all spellings."""
-    values = list(headers.values())
-    # The token alone of "Bearer TOKEN", the values alone of "a=b; c=d".
-    values += [part for value in headers.values() for part in re.split(r"[\s;,=]+", value)[1:]]
-    try:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-    except ValueError:  # of a proxy's, which is refused where it is used
-        parts = urlsplit("")
-    user, password = parts.username or "", parts.password or ""
-    values += [user, password, unquote(user), unquote(password)]
-    try:
-        login = f"{unquote(user)}:{unquote(password)}".encode("latin-1")
-    except UnicodeError:
-        raise UsageError(f"{hide_user(url)}: only Latin-1 can be sent as user:password") from None
-    values.append(base64.b64encode(login).decode())
-    return (value for value in set(values) if len(value) >= _SHORTEST_SECRET)
+def _check_headers(headers: Mapping[str, str]) -> None:
+    for name, value in headers.items():
+        if not HEADER_NAME.fullmatch(name):
+            raise UsageError("the name of a header is not one")
+        if not (value.isascii() and value.isprintable() and value == value.strip()):
+            raise UsageError(
+                f"header {name}: only printable ASCII can be sent, without blanks around it"
+            )
 
 
 def _read(what: str, response: http.client.HTTPResponse) -> bytes:
@@ -288,10 +230,10 @@ def _read(what: str, response: http.client.HTTPResponse) -> bytes:
 
 
 def _encoded(what: str, body: Mapping[str, Any]) -> bytes:
-    """``body`` as JSON. Raises `UsageError` for a text that is none: a server that takes it may be
-    able to answer no more."""
+    """``body`` as JSON. Raises `UsageError` for a text that is not Unicode: a server that takes it
+    may never answer again."""
     content = json.dumps(body)
-    if "\\ud" in content:  # a character of a pair, or one alone
+    if "\\ud" in content:  # a pair of surrogates, or one alone
         try:
             json.dumps(body, ensure_ascii=False).encode()
         except UnicodeEncodeError:
@@ -299,27 +241,16 @@ def _encoded(what: str, body: Mapping[str, Any]) -> bytes:
     return content.encode()
 
 
-def _json(content: bytes, change: Callable[[str], str] = lambda text: text) -> Any:
-    """The value of a JSON text with each text ``change``d in it, None for what is none."""
-
-    def changed(value: Any) -> Any:
-        match value:
-            case str():
-                return change(value)
-            case list():
-                return [changed(item) for item in value]
-            case dict():
-                return {key: item if key in _KEPT else changed(item) for key, item in value.items()}
-        return value
-
+def _json(content: bytes, change: Callable[[Any], Any] = lambda value: value) -> Any:
+    """The value of a JSON text, ``change``d; None for what is no JSON, or nested too deeply."""
     try:
-        return changed(json.loads(content))
+        return change(json.loads(content))
     except (ValueError, RecursionError):
         return None
 
 
 def _text(content: bytes) -> str:
-    """What a server said of an error."""
+    """What the body of a refusal says."""
     text = content.decode(errors="replace")
     if "<html" in text[:500].lower():
         return "(an HTML page)"

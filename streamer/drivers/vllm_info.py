@@ -47,7 +47,7 @@ def check_version(url: str, version: str) -> None:
 
 
 def check_world_size(url: str, size: object) -> int:
-    """``size``. Raises `IncompatibleServer` for what is no count of workers."""
+    """``size``. Raises `IncompatibleServer` for what cannot be a count of workers."""
     if not is_world_size(size):
         raise IncompatibleServer(
             f"{url}: /get_world_size answered {shown(size)}, not a count of workers"
@@ -56,7 +56,7 @@ def check_world_size(url: str, size: object) -> int:
 
 
 def check_engine(url: str, engine: object) -> None:
-    """Raise `IncompatibleServer` for an engine that we do not send to."""
+    """Raise `IncompatibleServer` for an engine that we cannot send to."""
     if engine is None:
         raise IncompatibleServer(f"{url} was started without a weight-transfer backend: {START_SO}")
     if engine not in ("nccl", "streamer"):
@@ -68,11 +68,11 @@ def check_engine(url: str, engine: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is of use in ``/server_info``, which also holds what must not be repeated.
+    """What is useful in ``/server_info``, which also holds what must not be repeated.
 
-    ``environment`` are those of its ``NCCL_*`` and ``CUDA_VISIBLE_DEVICES`` that are set, None if
-    it does not tell; ``torch`` and ``nccl`` are versions, ``instance`` is what vLLM calls this
-    engine and no other, all empty if it does not tell.
+    ``environment`` are its ``NCCL_*`` and ``CUDA_VISIBLE_DEVICES`` that are set, None if it does
+    not tell; ``torch`` and ``nccl`` are versions, ``instance`` is what vLLM calls this engine and
+    no other, all empty if it does not tell.
     """
 
     backend: object
@@ -84,7 +84,7 @@ class Setup:
 
     @classmethod
     def parse(cls, info: dict[str, Any]) -> Setup:
-        """From its JSON, of which nothing can be relied on."""
+        """From its JSON, none of which can be relied on."""
         config, system = _object(info, "vllm_config"), _object(info, "system_env")
         backend = _object(config, "weight_transfer_config").get("backend")
         device = str(_object(config, "device_config").get("device", "cuda")).partition(":")[0]
@@ -119,7 +119,7 @@ def visible_gpus(value: str | None, count: int) -> tuple[str, ...]:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """Major and minor of a version; none where it has none that can be meant."""
+    """Major and minor of a version; empty if absent or implausibly long."""
     parts = re.findall(r"\d+", version, re.ASCII)[:2]
     return () if any(len(part) > _LONGEST_NUMBER for part in parts) else tuple(map(int, parts))
 
@@ -130,7 +130,7 @@ def is_world_size(value: object) -> TypeGuard[int]:
 
 
 def shown(value: object) -> str:
-    """What a server has said in place of what it should, cut to a length that can be read."""
+    """What a server said instead of what it should have, cut to a readable length."""
     try:
         text = repr(value)
     except ValueError:  # Python turns no such number into text

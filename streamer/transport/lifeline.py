@@ -158,7 +158,7 @@ class WorkerLifeline:
         self._beats = beats
         self._calls = calls
         self.local_address = local_address
-        self._trainer = f"the trainer at {store.host}:{store.port}"
+        self._trainer = f"{store.host}:{store.port}"
         self._watched_for: int | None = None
         self._threads: list[threading.Thread] = []
         self._process = os.getpid()
@@ -182,7 +182,9 @@ class WorkerLifeline:
         try:
             self.store.set(_worker_key(rank), json.dumps(state))
         except RuntimeError as error:
-            raise TransportError(f"{self._trainer} is gone: {first_line(error)}") from error
+            raise TransportError(
+                f"the trainer at {self._trainer} is gone: {first_line(error)}"
+            ) from error
 
     def watch(self, rank: int, on_death: Callable[[str], None]) -> None:
         """Answer roll calls as worker ``rank``, until the trainer stops answering.
@@ -228,7 +230,7 @@ class WorkerLifeline:
             return
         how = "is gone" if self._broken.is_set() else f"was silent for {SILENCE_SECONDS:g} s"
         self._lost.set()
-        on_death(f"{self._trainer} {how}")
+        on_death(f"the trainer at {self._trainer} {how}")
         with contextlib.suppress(RuntimeError):
             store.set(_worker_key(rank), json.dumps({"left": True}))
             store.set(_call_key(rank), _END)

@@ -21,7 +21,8 @@ from streamer import (
     StreamerError,
     UsageError,
 )
-from streamer.drivers.http import HttpClient, hide_user, normalize_url
+from streamer.drivers.http import HttpClient, normalize_url
+from streamer.drivers.secrets import hide_user
 
 pytestmark = pytest.mark.timeout(60)
 

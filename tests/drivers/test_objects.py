@@ -407,7 +407,7 @@ def test_a_method_that_raises_ends_the_push_on_every_server(
     with streamer.Session([engine, server.url], timeouts=TIMEOUTS) as session:
         session.push(make_source(weights()), weight_version="old")
         if method == "init_weight_transfer_engine":
-            session._leave()
+            session._fleet.leave()
         engine.broken = method
         started = time.monotonic()
         with pytest.raises(

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from streamer import Session, StreamerError, TensorSpec, Timeouts
 from streamer.drivers.base import JoinInfo
-from streamer.drivers.http import HttpClient, hide_user, normalize_url
+from streamer.drivers.http import HttpClient, normalize_url
+from streamer.drivers.secrets import hide_user
 from streamer.drivers.vllm import VllmDriver
 from streamer.plan import make_plan
 from streamer.timeouts import Clock
