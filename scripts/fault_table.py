@@ -15,7 +15,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "faults"))
+sys.path.insert(0, str(ROOT / "tests" / "kit"))
 from fault_table import FILE, HTTP, KINDS, PHASES, PROCESS, SOURCE, Cell, not_a_cell  # noqa: E402
 
 HEAD = """# Faults

@@ -15,11 +15,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from pages import ROOT
 
 import streamer
 import streamer.integrations
 import streamer.testing
+from kit_pages import ROOT
 from streamer.broadcast.fill import SLOT_SIZE
 from streamer.defaults import DEFAULT_NUM_BUFFERS, DEFAULT_THREADS
 

@@ -20,11 +20,11 @@ import peft
 import pytest
 import torch
 import typer.main
-from pages import FENCE, ROOT, Snippet, pages, snippets
 from safetensors.torch import save_file
 from torch import nn
 
 import streamer
+from kit_pages import FENCE, ROOT, Snippet, pages, snippets
 from streamer.cli import make_app
 from streamer.integrations.transformers import StreamerCallback
 

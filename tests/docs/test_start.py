@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import ROOT, snippets
 from safetensors.torch import load_file
+
+from kit_pages import ROOT, snippets
 
 URL = "http://127.0.0.1:8000"
 LEFT_OUT = (". .venv/bin/activate", "streamer serve --port 8000", "make demo")

@@ -13,19 +13,11 @@ import threading
 import time
 import traceback
 from dataclasses import replace
-from pathlib import Path
 from types import NoneType
 
 import pytest
 
 import streamer
-from streamer import Session, StreamerError, Timeouts
-from streamer import group as group_module
-from streamer import session as session_module
-from streamer.drivers import vllm
-from streamer.drivers.mark import INCOMPLETE
-
-sys.path.insert(0, str(Path(__file__).parent))
 from fault_plot import BUFFER_SIZE, CALL_SIZE, Plot, weights
 from fault_proxy import Fault
 from fault_table import (
@@ -42,8 +34,11 @@ from fault_table import (
     not_a_cell,
     outcome,
 )
-
-sys.path.pop(0)
+from streamer import Session, StreamerError, Timeouts
+from streamer import group as group_module
+from streamer import session as session_module
+from streamer.drivers import vllm
+from streamer.drivers.mark import INCOMPLETE
 
 pytestmark = pytest.mark.timeout(130)
 

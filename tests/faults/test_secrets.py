@@ -5,20 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import sys
 import traceback
-from pathlib import Path
 
 import pytest
 
-from streamer import Session, StreamerError, Timeouts, Trace
-
-sys.path.insert(0, str(Path(__file__).parent))
 from fault_plot import weights
 from fault_proxy import Fault
 from fault_table import PHASES
-
-sys.path.pop(0)
+from streamer import Session, StreamerError, Timeouts, Trace
 
 pytestmark = pytest.mark.timeout(60)
 

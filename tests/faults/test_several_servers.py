@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 import streamer
+from fault_plot import BUFFER_SIZE, CALL_SIZE, Watched, weights
+from fault_proxy import Fault, FaultProxy
+from fault_table import CALLS, UPDATE
 from streamer import DeadlineExceeded, ServerRefused, ServerUnreachable, Timeouts
 from streamer import session as session_module
 from streamer.drivers import vllm
 from streamer.drivers.mark import INCOMPLETE
-
-sys.path.insert(0, str(Path(__file__).parent))
-from fault_plot import BUFFER_SIZE, CALL_SIZE, Watched, weights
-from fault_proxy import Fault, FaultProxy
-from fault_table import CALLS, UPDATE
-
-sys.path.pop(0)
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from itertools import cycle
 from pathlib import Path
 
 import pytest
 
-from streamer import Session, StreamerError, Timeouts
-from streamer import session as session_module
-
-sys.path.insert(0, str(Path(__file__).parent))
 from fault_plot import BUFFER_SIZE, CALL_SIZE, Plot, weights
 from fault_table import NCCL, cells, outcome
-
-sys.path.pop(0)
+from streamer import Session, StreamerError, Timeouts
+from streamer import session as session_module
 
 SYNCS, EVERY, SETTLED = 200, 10, 80
 GROWTH = 24 << 20 if NCCL else 4 << 20

@@ -12,13 +12,8 @@ from typing import Any
 
 import pytest
 
+import kit_acme
 from streamer import WeightSource, hookimpl
-
-# pytest imports test modules by their paths: they would not find a module beside them.
-sys.path.insert(0, str(Path(__file__).parent))
-import acme
-
-sys.path.pop(0)
 
 MODULE = "acme_suite"
 
@@ -56,7 +51,7 @@ def fails_only(
 
     def check(kind: type[WeightSource], checks: tuple[str, ...], message: str) -> None:
         install(kind)
-        failed = acme.outcome(acme.suite_of(kind), tmp_path)
+        failed = kit_acme.outcome(kit_acme.suite_of(kind), tmp_path)
         for file in getattr(kind, "left_open", ()):
             os.close(file)
         assert sorted(failed) == sorted(checks), failed

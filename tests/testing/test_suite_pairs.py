@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from acme import WEIGHTS, Right, Suite, outcome, suite_of
 
+from kit_acme import WEIGHTS, Right, Suite, outcome, suite_of
 from streamer import TensorSpec, WeightSource
 
 pytestmark = pytest.mark.timeout(60)

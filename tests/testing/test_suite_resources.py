@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from acme import WEIGHTS, Right, Stored, Suite, outcome
 
+from kit_acme import WEIGHTS, Right, Stored, Suite, outcome
 from streamer import SourceError, TensorSpec, WeightSource
 from streamer.testing import SourceSuite
 

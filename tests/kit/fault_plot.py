@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fault_proxy import Fault
-from fault_table import DONE, FILE, HTTP, PROCESS, UPDATE, Cell
 from safetensors.torch import save_file
 
+from fault_proxy import Fault
+from fault_table import DONE, FILE, HTTP, PROCESS, UPDATE, Cell
 from streamer import WeightSource, open_source
 from streamer.broadcast import staging
 
