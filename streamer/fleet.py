@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from streamer.drivers.base import Driver, ServerInfo
@@ -16,13 +17,15 @@ from streamer.group import Group
 from streamer.options import Options
 from streamer.timeouts import Clock
 
+_GRACE_SECONDS = 2.0
+"""How long the other servers have to answer, once one has failed."""
 log = logging.getLogger("streamer")
 
 
 class Fleet:
     """All or nothing, as far as the protocol allows: a step that fails on one server has failed.
 
-    Every method but `cancel` and `abort` is for the thread that pushes, or closes.
+    Every method but `cancel`, `wake` and `insist` is for the thread that pushes, or closes.
     """
 
     def __init__(self, servers: Sequence[str | Engine], options: Options, clock: Clock) -> None:
@@ -52,7 +55,7 @@ class Fleet:
     def join(self) -> None:
         """Make every worker join a fresh broadcast group, once it has left the last one."""
         self.leave()
-        self.group = Group(self.drivers, self.servers, self._options, self._clock, self._pool)
+        self.group = Group(self.drivers, self.servers, self._options, self._clock, self._submit)
 
     def is_joined(self, check: Callable[[], None]) -> bool:
         """Whether the servers are as we left them, and their workers in our group, all of them.
@@ -115,18 +118,53 @@ class Fleet:
         for note in getattr(problem, "__notes__", []):
             log.warning("%s", note)
 
-    def each(self, step: Callable[[Driver], Any]) -> list[Any]:
-        """Run ``step`` on every server at once; when all are through, raise the first error."""
-        futures = [self._pool.submit(step, driver) for driver in self.drivers]
+    def each(self, step: Callable[[Driver], Any], *, to_the_end: bool = False) -> list[Any]:
+        """Run ``step`` on every server at once, and raise the first error when all are through.
+
+        Once one has failed the others are given up after a moment, unless ``to_the_end``.
+        """
+        futures = [self._submit(step, driver) for driver in self.drivers]
         try:
-            wait(futures)
+            done, others = wait(futures, return_when=FIRST_EXCEPTION)
+            failed = next((future for future in done if future.exception() is not None), None)
+            if others and not to_the_end:
+                _, others = wait(others, _GRACE_SECONDS)
+            for driver, future in zip(self.drivers, futures, strict=True):
+                if future in others and not to_the_end:
+                    driver.cancel()
+            wait(others)
         except BaseException:
             self.cancel()
             raise
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            raise errors[0]
+        if failed is not None:
+            failed.result()
         return [future.result() for future in futures]
+
+    def _submit(self, step: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Run ``step`` on a thread.
+
+        When the main thread has ended the pool takes nothing any more, though other threads of the
+        program may still push: then it is a thread of its own. Where none can be started, because
+        the interpreter exits, it is run in this call.
+        """
+        try:
+            return self._pool.submit(step, *arguments)
+        except RuntimeError:
+            future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(step(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
+
+        try:
+            if sys.is_finalizing():  # a thread would not begin, and be waited for
+                raise RuntimeError
+            threading.Thread(target=run, name="streamer-http", daemon=True).start()
+        except RuntimeError:
+            run()
+        return future
 
     def _clean_up(
         self,
@@ -136,31 +174,34 @@ class Fleet:
     ) -> None:
         """Run ``step`` on every server, and ``beside`` on this thread meanwhile; what goes wrong
         with a server becomes a note on ``error``."""
-        begun = [(driver, self._begin(step, driver)) for driver in self.drivers]
+        begun = [(driver, self._submit(step, driver)) for driver in self.drivers]
         beside()
-        for driver, result in begun:
+        for driver, future in begun:
             try:
-                result()
+                future.result()
             except StreamerError as problem:
                 error.add_note(f"while cleaning up {driver.url}: {problem}")
-
-    def _begin(self, step: Callable[[Driver], None], driver: Driver) -> Callable[[], None]:
-        """Run ``step`` on a thread, and return what waits for it. Runs it in that call where the
-        interpreter exits, in an atexit handler, say, and starts no thread any more."""
-        try:
-            return self._pool.submit(step, driver).result
-        except RuntimeError:
-            return partial(step, driver)
 
     def cancel(self) -> None:
         """From any thread: wake every call to a server that is under way; it raises."""
         for driver in self.drivers:
             driver.cancel()
 
-    def abort(self) -> None:
-        """From any thread: end the broadcast that is under way."""
+    def wake(self) -> None:
+        """From any thread or signal handler: give up what a sync waits for, as long as no byte is
+        on its way. After that the stream is completed."""
+        if self.group is not None and not self.group.flowing:
+            self._cancel_beside()
+
+    def insist(self) -> None:
+        """From any thread or signal handler: end the broadcast and the calls under way."""
         if self.group is not None:
             self.group.transport.abort("interrupted")
+        self._cancel_beside()
+
+    def _cancel_beside(self) -> None:
+        # A handler of signals runs on a thread that may hold the lock that this waits for.
+        threading.Thread(target=self.cancel, name="streamer-cancel", daemon=True).start()
 
     def _drop_group(self) -> None:
         group, self.group = self.group, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from functools import partial
 
 import torch
@@ -51,11 +51,11 @@ class Group:
         servers: Sequence[ServerInfo],
         options: Options,
         clock: Clock,
-        pool: ThreadPoolExecutor,
+        submit: Callable[..., Future[None]],
     ) -> None:
         self._drivers = drivers
         self._clock = clock
-        self._pool = pool
+        self._submit = submit
         self.world_size = 1 + sum(server.world_size for server in servers)
         self.flowing = False
         self.sent: Sent | None = None
@@ -253,7 +253,7 @@ class Group:
         ``untaken`` seconds if that is given: a server may answer without having done a thing.
         """
         through = threading.Event()
-        futures = [self._pool.submit(call) for call in calls]
+        futures = [self._submit(call) for call in calls]
 
         def silent() -> str:
             pairs = zip(self._drivers, futures, strict=True)

@@ -39,8 +39,12 @@ class Interrupts:
     thread, where Python runs no handlers, this does nothing.
     """
 
-    def __init__(self, insist: Callable[[], None] = lambda: None) -> None:
-        """``insist()`` is called at a second signal: it ends what the first one waits for."""
+    def __init__(
+        self, wake: Callable[[], None] = lambda: None, insist: Callable[[], None] = lambda: None
+    ) -> None:
+        """``wake()`` is called at the first signal: it gives up what can be given up at once.
+        ``insist()`` is called at a second one: it ends what the first one waits for."""
+        self._wake = wake
         self._insist = insist
         self.requested = False
         """Another thread has asked for the end of this push. Signals are not counted."""
@@ -89,6 +93,8 @@ class Interrupts:
         again, self._pending = self._pending is not None, number
         if again:
             self._insist()
+        else:
+            self._wake()
         if again or self._in_source:
             raise KeyboardInterrupt
 

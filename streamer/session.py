@@ -63,7 +63,7 @@ class Session:
         self._pushing = threading.Lock()
         self._pusher: int | None = None
         self._process = os.getpid()
-        self._interrupts = Interrupts(self._fleet.abort)
+        self._interrupts = Interrupts(self._fleet.wake, self._fleet.insist)
         self._kept: Plan | None = None  # of the last push: the next one is often the same
         self._opened = 0.0
 
@@ -201,7 +201,7 @@ class Session:
                 updated = time.monotonic()
                 group = self._fleet.group
                 sent = group.sent if group is not None else None
-                self._fleet.each(lambda driver: driver.commit(version, sent))
+                self._fleet.each(lambda driver: driver.commit(version, sent), to_the_end=True)
             except BaseException as error:
                 leader.fail(error)
                 self._fleet.give_up(error)
@@ -290,8 +290,10 @@ class Session:
         if inside and group is not None:
             group.stop(PushCancelled("the push was cancelled"))
         if insist:
-            self._fleet.abort()
-        if insist or not inside:
+            self._fleet.insist()
+        elif inside:
+            self._fleet.wake()
+        else:
             self._fleet.cancel()
 
     def close(self) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass
 
 from streamer.exceptions import DeadlineExceeded, UsageError
 
+LONGEST = 10**6
+"""Some waits count milliseconds in 32 bits: more than 24 days may be for ever."""
+
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long to wait, in seconds.
+    """How long to wait, in seconds, of which none is more than a million.
 
     ``connect``: for a server to accept a connection, and for all ranks to join.
     ``progress``: for any one thing to go on: an answer, a chunk, a read.
@@ -29,7 +31,7 @@ class Timeouts:
             value = getattr(self, name)
             if value is None and name == "total":
                 continue
-            if not isinstance(value, int | float) or not 0 < value < threading.TIMEOUT_MAX:
+            if not isinstance(value, int | float) or not 0 < value <= LONGEST:
                 raise UsageError(f"the {name} timeout must be a time in seconds, not {value!r}")
 
 

@@ -191,7 +191,7 @@ def test_cancelled_while_a_server_is_slow(server, weights, make_source, moment):
         async with streamer.aconnect(server.url, **OPTIONS) as session:
             await session.apush(make_source(weights(0)), weight_version="old")
             if moment in ("probe", "join"):
-                await asyncio.to_thread(session._leave)
+                await asyncio.to_thread(session._fleet.leave)
             server.fail(route, 0, delay=2)
             push = asyncio.create_task(session.apush(make_source(weights(1)), weight_version="new"))
             await until(lambda: call in server.calls)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import pytest
 
 from streamer import DeadlineExceeded, Timeouts, UsageError
-from streamer.timeouts import Clock
+from streamer.timeouts import LONGEST, Clock
 
 
 @pytest.mark.parametrize("name", ["connect", "progress", "total"])
-@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "5"])
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "5", 10**6 + 1, 9e9])
 def test_what_is_no_time_is_refused(name, value):
     with pytest.raises(UsageError, match=f"^the {name} timeout must be a time in seconds, not "):
         Timeouts(**{name: value})
+
+
+def test_the_longest_fits_into_what_counts_milliseconds_in_32_bits():
+    Timeouts(connect=LONGEST, progress=LONGEST, total=LONGEST)
+    assert LONGEST * 1000 < 1 << 31
 
 
 @pytest.mark.parametrize("name", ["connect", "progress"])

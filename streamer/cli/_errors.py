@@ -1,4 +1,4 @@
-"""How a command ends: one line on stderr for an error, and the exit code.
+"""How a command ends: one line on stderr for an error, one for each note, and the exit code.
 
 0 done, 1 an error, 2 wrong usage, 130 Ctrl-C, 141 nobody reads our output any more.
 """
@@ -75,11 +75,11 @@ def _report(error: Exception, debug: bool) -> int:
         command = context.command_path if context is not None else "streamer"
         _say(f"error: {format_message().rstrip('.')} (see {command} --help)")
         return int(getattr(error, "exit_code", 2))
-    if isinstance(error, StreamerError):
-        _say(f"error: {error}")
-        return 2 if isinstance(error, UsageError) else 1
-    _say(f"error: {type(error).__name__}: {error}")
-    return 1
+    ours = isinstance(error, StreamerError)
+    _say(f"error: {error}" if ours else f"error: {type(error).__name__}: {error}")
+    for note in _notes(error):
+        _say(note)
+    return 2 if isinstance(error, UsageError) else 1
 
 
 def _let_go_of_stdout() -> None:

@@ -108,12 +108,16 @@ class Server:
     def development_mode(self) -> Finding:
         """Whether the routes are there that a push calls."""
         paths = (*_GETS, *_POSTS)
-        missing = [path.partition("?")[0] for path in paths if not self._has(path)]
+        answers: dict[str, Answer] = {}
+        for path in paths:
+            answers[path] = self._ask(path)
+            if isinstance(answers[path], DeadlineExceeded):
+                break  # the others would be waited for as long, each of them
+        missing = [path.partition("?")[0] for path in answers if not self._has(path)]
         if missing:
             text = f"no {', '.join(missing)} (404)"
             return fail("development mode", text, _DEV_MODE)
-        for path in paths:
-            answer = self._ask(path)
+        for answer in answers.values():
             if isinstance(answer, DeadlineExceeded):
                 return fail(
                     "development mode",

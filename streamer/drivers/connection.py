@@ -15,15 +15,22 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from typing import Any
 from urllib.parse import urlsplit
 
 from streamer.drivers.secrets import basic_login
 from streamer.exceptions import UsageError
 
+MAX_ANSWER = 64 << 20
+"""Bytes of an answer and its head. The longest are checksums: some 130 bytes for a parameter."""
 _COARSE = 0.1
 """Seconds by which a deadline may be missed."""
+
+
+class AnswerTooLong(http.client.HTTPException):
+    """The server has sent more than `MAX_ANSWER`."""
 
 
 class Call:
@@ -37,6 +44,8 @@ class Call:
         self._started = time.monotonic()
         self._deadline = None if timeout is None else self._started + timeout
         self._watched: socket.socket | None = None
+        self._lookup: Future[list[Any]] | None = None
+        self._received = 0
         self._lock = threading.Lock()
 
     @property
@@ -54,11 +63,12 @@ class Call:
         return left
 
     def connect(self, host: str, port: int, timeout: float) -> _Socket:
-        """A connection to the first address of ``host`` that answers, each within ``timeout``."""
+        """A connection to the first address of ``host`` that answers, each within ``timeout``.
+
+        So is the name: raises `socket.gaierror` if no name server has answered by then.
+        """
         failure: OSError | None = None
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        ):
+        for family, kind, protocol, _, address in self._addresses(host, port, timeout):
             sock = _Socket(family, kind, protocol)
             sock.call = self
             try:
@@ -75,6 +85,30 @@ class Call:
         assert failure is not None
         raise failure
 
+    def _addresses(self, host: str, port: int, timeout: float) -> list[Any]:
+        """What `socket.getaddrinfo` says of ``host``; `end` wakes it."""
+        look_up = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        # No name server is asked for these, and a thread costs more than the rest of the call.
+        if host == "localhost":
+            return look_up()
+        with contextlib.suppress(socket.gaierror):
+            return look_up(flags=socket.AI_NUMERICHOST)
+        # The system's call has its own patience, and cannot be broken: it is left behind.
+        found: Future[list[Any]] = Future()
+        with self._lock:
+            self._lookup = found
+            self._break()
+        threading.Thread(
+            target=_settle, args=(found, look_up), name="streamer-resolver", daemon=True
+        ).start()
+        try:
+            return found.result(min(timeout, self.left() or timeout))
+        except CancelledError:
+            raise ConnectionError(self.ended) from None
+        except TimeoutError:  # as the system says it in the end
+            text = "Temporary failure in name resolution"
+            raise socket.gaierror(socket.EAI_AGAIN, text) from None
+
     def watch(self, sock: socket.socket) -> None:
         """``sock`` is what is shut down when the call is ended."""
         with self._lock:
@@ -88,6 +122,8 @@ class Call:
             self._break()
 
     def _break(self) -> None:
+        if self.ended and self._lookup is not None:
+            self._lookup.cancel()
         if self.ended and self._watched is not None:
             with contextlib.suppress(OSError):
                 self._watched.shutdown(socket.SHUT_RDWR)
@@ -106,15 +142,36 @@ class Call:
         if left is None or limit is None or not 0 <= limit - left < _COARSE:
             sock.settimeout(left)
 
+    def count(self, received: int) -> int:
+        """``received``, of a read. Raises `AnswerTooLong` if the answer is.
+
+        Counted here, nothing that a server says of lengths matters: `http.client` takes a chunk of
+        -1 bytes for all that may come, and any number of heads before the answer's own.
+        """
+        self._received += received
+        if self._received > MAX_ANSWER:
+            raise AnswerTooLong
+        return received
+
+
+def _settle(found: Future[list[Any]], look_up: Callable[[], list[Any]]) -> None:
+    with contextlib.suppress(InvalidStateError):  # the call was ended meanwhile
+        try:
+            addresses = look_up()
+        except BaseException as error:
+            found.set_exception(error)
+        else:
+            found.set_result(addresses)
+
 
 class _Socket(socket.socket):
-    """Gives every read the time that its call has left."""
+    """Gives every read the time that its call has left, and counts what it brings."""
 
     call: Call
 
     def recv_into(self, *args: Any, **kwargs: Any) -> int:
         self.call.limit(self)
-        return super().recv_into(*args, **kwargs)
+        return self.call.count(super().recv_into(*args, **kwargs))
 
 
 class _TlsSocket(ssl.SSLSocket):
@@ -124,7 +181,7 @@ class _TlsSocket(ssl.SSLSocket):
 
     def recv_into(self, *args: Any, **kwargs: Any) -> int:
         self.call.limit(self)
-        return super().recv_into(*args, **kwargs)
+        return self.call.count(super().recv_into(*args, **kwargs))
 
 
 class Connection(http.client.HTTPConnection):

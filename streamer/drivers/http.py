@@ -13,7 +13,14 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from streamer import descriptors
-from streamer.drivers.connection import Call, Connection, environment_proxy, tls_context
+from streamer.drivers.connection import (
+    MAX_ANSWER,
+    AnswerTooLong,
+    Call,
+    Connection,
+    environment_proxy,
+    tls_context,
+)
 from streamer.drivers.secrets import Secrets, basic_login, hide_user, is_server_url
 from streamer.exceptions import (
     DeadlineExceeded,
@@ -26,7 +33,8 @@ from streamer.trace import Trace
 
 HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _MAX_TEXT = 500
-_MAX_BODY = 64 << 20
+_MAX_VALUES = 500_000
+"""As many checksums as there is room for. Ten million empty lists would take 20 s and 2 GB."""
 
 
 def normalize_url(url: str) -> str:
@@ -150,7 +158,7 @@ class HttpClient:
         """Status, headers and body of the answer."""
         with self._named(what, call):
             with connection.getresponse() as response:
-                answer = _read(what, response)
+                answer = _read(response)
             if call.ended:  # a broken connection may look like the end of the answer
                 raise ConnectionError(call.ended)
         return response.status, response.headers, answer
@@ -160,6 +168,8 @@ class HttpClient:
         """What the connection raises in the block, as an error of ours that names the call."""
         try:
             yield
+        except AnswerTooLong:
+            raise IncompatibleServer(f"{what}: answered more than {MAX_ANSWER >> 20} MiB") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             # The system's errors are shown as the cause; others may quote the server.
             cause = error if isinstance(error, OSError) and error.errno is not None else None
@@ -180,7 +190,7 @@ class HttpClient:
                 f"{what}: redirected to {self._quoted(target)}; give that URL instead"
             )
         if status >= 400:
-            text = self._quoted(_text(content))
+            text = self._quoted(_text(content, self._secrets.hide_in_shown))
             raise ServerRefused(f"{what}: {status} {text}", status, path)
         if 200 <= status < 300:
             value = _json(content, self._secrets.hide_in_answer) if content.strip() else {}
@@ -218,12 +228,10 @@ def _check_headers(headers: Mapping[str, str]) -> None:
             )
 
 
-def _read(what: str, response: http.client.HTTPResponse) -> bytes:
+def _read(response: http.client.HTTPResponse) -> bytes:
     content = bytearray()
-    while piece := response.read(1 << 16):
+    while piece := response.read(1 << 16):  # room for all that is announced may not be there
         content += piece
-        if len(content) > _MAX_BODY:
-            raise IncompatibleServer(f"{what}: answered more than {_MAX_BODY >> 20} MiB")
     if response.length:
         raise http.client.IncompleteRead(bytes(content), response.length)
     return bytes(content)
@@ -241,20 +249,23 @@ def _encoded(what: str, body: Mapping[str, Any]) -> bytes:
     return content.encode()
 
 
-def _json(content: bytes, change: Callable[[Any], Any] = lambda value: value) -> Any:
-    """The value of a JSON text, ``change``d; None for what is no JSON, or nested too deeply."""
+def _json(content: bytes, change: Callable[[Any], Any]) -> Any:
+    """The value of a JSON text, ``change``d; None for what is no JSON, or nested too deeply, or of
+    more than `_MAX_VALUES`."""
+    if sum(map(content.count, (b",", b"[", b"{"))) > _MAX_VALUES:
+        return None
     try:
         return change(json.loads(content))
     except (ValueError, RecursionError):
         return None
 
 
-def _text(content: bytes) -> str:
-    """What the body of a refusal says."""
+def _text(content: bytes, change: Callable[[Any], Any]) -> str:
+    """What the body of a refusal says, its JSON ``change``d: as text it is escaped."""
     text = content.decode(errors="replace")
     if "<html" in text[:500].lower():
         return "(an HTML page)"
-    value = _json(content)
+    value = _json(content, change)
     if value is None:
         return text
     text = str(value)

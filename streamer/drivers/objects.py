@@ -173,8 +173,12 @@ class ObjectDriver(VllmDriver):
         super().__init__(self._client, clock=clock, pause=pause, backend=backend, verify=verify)
         self._engine = engine
         self._calls = calls
-        if not calls.has("pause_generation"):
-            self._left = "cannot be paused: push again before it generates anything"
+
+    @property
+    def _left(self) -> str:
+        if self._calls.has("pause_generation"):
+            return super()._left
+        return "cannot be paused: push again before it generates anything"
 
     def _ask(self) -> ServerInfo:
         config = _config(self._engine.target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,26 @@ from streamer.exceptions import UsageError
 _SHORTEST = 4
 _WORDS, _VERSION = ("nccl", "streamer", "cuda"), re.compile(r"v?\d*\.\d")
 """Never masked in an answer that is acted on: engine and device names, and version numbers."""
+_FIELDS = frozenset(
+    {
+        "backend",
+        "checksums",
+        "device",
+        "device_config",
+        "env_vars",
+        "instance_id",
+        "is_paused",
+        "pip_packages",
+        "system_env",
+        "torch_version",
+        "version",
+        "vllm_config",
+        "weight_transfer_config",
+        "weight_version",
+        "world_size",
+    }
+)
+"""Names that are looked for in answers, and so never masked there."""
 _KEPT = frozenset({"weight_version"})
 """Fields of an answer that are compared, and written back: who shows one must `hide` it."""
 
@@ -26,27 +47,25 @@ class Secrets:
 
     def __init__(self, headers: Mapping[str, str], urls: Sequence[str]) -> None:
         told = {*_in_headers(headers), *(secret for url in urls for secret in _in_url(url))}
+        spelt = {each for each in told if len(each) >= _SHORTEST}
+        for _ in range(2):  # a refusal may quote another one, and be shown as it came
+            spelt |= {escaped for each in spelt for escaped in _escaped(each)}
         # The longest first: one may be part of another.
-        self._all = sorted((each for each in told if len(each) >= _SHORTEST), key=len, reverse=True)
+        self._all = sorted(spelt, key=len, reverse=True)
         self._in_answers = [each for each in self._all if not _is_acted_on(each)]
 
     def hide(self, text: str) -> str:
         """``text`` without any secret, to be shown."""
         return _masked(text, self._all)
 
+    def hide_in_shown(self, value: Any) -> Any:
+        """The JSON ``value`` with no secret in its texts and names, to be shown."""
+        return _masked_in(value, self._all, frozenset(), frozenset())
+
     def hide_in_answer(self, value: Any) -> Any:
-        """The JSON ``value`` of an answer with no secret in its texts, but for what is acted on."""
-        match value:
-            case str():
-                return _masked(value, self._in_answers)
-            case list():
-                return [self.hide_in_answer(item) for item in value]
-            case dict():
-                return {
-                    key: item if key in _KEPT else self.hide_in_answer(item)
-                    for key, item in value.items()
-                }
-        return value
+        """The JSON ``value`` of an answer with no secret in its texts and names, but for what is
+        acted on."""
+        return _masked_in(value, self._in_answers, _FIELDS, _KEPT)
 
 
 def hide_user(url: str) -> str:
@@ -92,9 +111,36 @@ def _masked(text: str, secrets: Sequence[str]) -> str:
     return text
 
 
+def _masked_in(
+    value: Any, secrets: Sequence[str], names: frozenset[str], fields: frozenset[str]
+) -> Any:
+    """The JSON ``value``, masked but for these ``names`` and what is in these ``fields``."""
+    match value:
+        case str():
+            return _masked(value, secrets)
+        case list():
+            return [_masked_in(item, secrets, names, fields) for item in value]
+        case dict():
+            return {
+                name if name in names else _masked(name, secrets): (
+                    item if name in fields else _masked_in(item, secrets, names, fields)
+                )
+                for name, item in value.items()
+            }
+    return value
+
+
 def _is_acted_on(secret: str) -> bool:
     # Part of a word counts: to mask "stream" would make another word of "streamer".
     return any(secret in word for word in _WORDS) or _VERSION.match(secret) is not None
+
+
+def _escaped(secret: str) -> Iterator[str]:
+    """How ``secret`` stands in a text that quotes it as JSON does, or Python in either quotes."""
+    yield json.dumps(secret)[1:-1]
+    yield json.dumps(secret, ensure_ascii=False)[1:-1]
+    yield repr(secret)[1:-1]
+    yield repr(f"{secret}'\"")[1:-4]  # with both in it, the single ones are escaped
 
 
 def _in_headers(headers: Mapping[str, str]) -> Iterator[str]:

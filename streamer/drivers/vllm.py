@@ -50,6 +50,8 @@ PER_TENSOR_DTYPES = frozenset(
 _CLEAN_UP_SECONDS = 5.0
 _FRESH = 0.1
 """Seconds for which a server counts as paused, or not, as it has said it is."""
+_FINISH_FIRST = "finish_weight_update first"
+"""In the refusal of a start while an update is open, of vLLM's worker and of ours."""
 
 
 class VllmDriver:
@@ -82,7 +84,6 @@ class VllmDriver:
         self._finishing: str | None = None  # under this version: asked for, maybe not answered
         self._last_call: Call | None = None  # which the workers have received whole
         self._stuck = False  # a failed update could not be closed
-        self._left = "is marked incomplete and left paused: push again"
 
     def probe(self) -> ServerInfo:
         self._info = self._ask()
@@ -123,10 +124,8 @@ class VllmDriver:
 
     def is_ours(self) -> bool:
         before = self._version
-        # `begin` follows, and wants to know the second: asked at once, they take the time of one.
-        with self._routes():
-            info, paused = self._http.get_all(["/weight_info", "/is_paused"], self._clock.progress)
-        self._version, self._paused = _version_in(info), (paused, time.monotonic())
+        self._version, paused = self._ask_both()  # `begin` follows, and wants to know the second
+        self._paused = (paused, time.monotonic())
         return before == self._version
 
     def serves(self, weight_version: str) -> bool:
@@ -161,12 +160,13 @@ class VllmDriver:
         self._began, self._finished, self._stuck = [], False, False
         self._finishing = None
         self.verified = None
+        paused = self._look()
         torn = is_incomplete(self._version)
         if self._proof is not None:
             # The layers of a failed update may have no memory: asking would fail, out of step.
             self._proof.begin(ask=not torn)
         # Paused by its user, and not by a sync that failed: ours, or by its mark another's.
-        held = self._is_paused() and not self._must_resume and (not torn or is_held(self._version))
+        held = paused and not self._must_resume and (not torn or is_held(self._version))
         self._mark = mark_of(weight_version, held=held)
         # First the mark: a trainer that dies right after has paused the server for somebody to see.
         self._began.append("mark")
@@ -174,16 +174,56 @@ class VllmDriver:
         if self._pause != "none":
             self._must_resume = not held
             self._post(f"/pause?mode={self._pause}")
+        elif paused and not held:
+            self._must_resume = True  # a sync that failed has paused it, and not the caller
         if torn and self.info.backend == "nccl":
             self._restore()
         self._began.append("start")
-        self._post("/start_weight_update")
+        try:
+            self._post("/start_weight_update")
+        except ServerRefused as error:
+            if _FINISH_FIRST not in str(error).lower():
+                raise
+            if not torn:
+                # What is open is another trainer's, and so is what becomes of it: that trainer
+                # finds our mark in place of its own, and gives up as well.
+                self._began, self._must_resume = [], False
+                raise ServerError(
+                    f"{self.url}: another trainer has begun to push at the same time: neither push "
+                    "goes on, and the server is marked incomplete and left paused: push again"
+                ) from error
+            # Left open by a trainer that is gone.
+            self._close_update()
+            self._post("/start_weight_update")
 
-    def _is_paused(self) -> bool:
+    def _look(self) -> bool:
+        """Take note of what the server holds, unless it has just been asked; whether it is paused.
+
+        Raises `ServerError` if another trainer has begun to push since we have joined.
+        """
         said, when = self._paused
         if time.monotonic() - when > _FRESH:
-            said = self._get("/is_paused")
-        return said.get("is_paused") is True
+            info, said = self._ask_both()
+            self._note(info)
+        paused = said.get("is_paused") is True
+        if paused and not self._must_resume and not is_incomplete(self._version):
+            # Both were asked at once: who has paused it may have marked it a moment before.
+            self._note(self._weight_version())
+        return paused
+
+    def _ask_both(self) -> tuple[str | None, dict[str, Any]]:
+        """The weight version, and what is said of a pause: at once, they take the time of one."""
+        with self._routes():
+            info, paused = self._http.get_all(["/weight_info", "/is_paused"], self._clock.progress)
+        return _version_in(info), paused
+
+    def _note(self, version: str | None) -> None:
+        if is_incomplete(version) and version != self._version:
+            raise ServerError(
+                f"{self.url}: another trainer has begun to push since this one has joined: its "
+                f"weights are named {self._http.hide(repr(version))}; push again when that is over"
+            )
+        self._version = version
 
     def _restore(self) -> None:
         """Put the layers of a failed update back in place, so that a new one can be opened.
@@ -256,10 +296,14 @@ class VllmDriver:
 
     def _is_taken(self) -> bool:
         """Whether another trainer has pushed, or begun to, since: what is open there is its own."""
+        said = self._named()
+        return said is not None and said not in (self._version, self._mark, self._finishing)
+
+    def _named(self) -> str | None:
+        """What the server calls its weights now; None if it does not say."""
         with contextlib.suppress(StreamerError):
-            said = self._http.get("/weight_info", _CLEAN_UP_SECONDS).get("weight_version")
-            return said not in (self._version, self._mark, self._finishing)
-        return False
+            return _version_in(self._http.get("/weight_info", _CLEAN_UP_SECONDS))
+        return None
 
     def release(self) -> None:
         steps, self._began = self._began, []
@@ -270,17 +314,21 @@ class VllmDriver:
         if "start" in steps:
             # Nothing was loaded: vLLM puts the old weights back exactly.
             undo.append(self._close_update)
+        if self._must_resume and not is_incomplete(self._version):
+            undo.append(self._resume)
+        # Last of all the mark: without one nobody would see that a server was left paused.
         if "mark" in steps and self._version is not None:
             mark = {"new_version": self._version}
             undo.append(lambda: self._clean_up("/update_weight_version", mark))
-        if self._must_resume and not is_incomplete(self._version):
-            undo.append(self._resume)
         problem: StreamerError | None = None
         for step in undo:
             try:
                 step()
+            except DeadlineExceeded as error:
+                problem = problem or error  # it may still be done, and so may what follows
             except StreamerError as error:
                 problem = problem or error
+                break
         if problem is not None:
             raise problem
 
@@ -296,11 +344,13 @@ class VllmDriver:
     def abandon(self) -> str:
         if self._finished and not self._must_resume:
             return "holds the new weights"
-        if self._is_taken():
+        named = self._named()
+        if named is not None and named not in (self._version, self._mark, self._finishing):
             self._must_resume = False
             return "was taken over by another trainer meanwhile, or restarted, and is left alone"
         if self._finished:
             return self._mark_if_paused()
+        unmarked = named is not None and named == self._version != self._mark
         self._version = self._mark
         if not self._began:
             return (
@@ -314,6 +364,9 @@ class VllmDriver:
             return f"holds a mixture of weights and does not answer ({error}): restart it"
         if self._has_finished():
             return self.abandon()
+        if unmarked:
+            # By a trainer that has begun at the same time, and has given up.
+            self._clean_up("/update_weight_version", {"new_version": self._mark})
         if self._is_dead():
             return "holds a mixture of weights and has lost a worker (/health: 503): restart it"
         if self.info.backend == "nccl" and self.info.world_size > 1:
@@ -338,6 +391,11 @@ class VllmDriver:
             return "holds the new weights, but may still be paused: POST /resume to it"
         self._version = self._mark
         return f"holds the new weights, but {self._left}"
+
+    @property
+    def _left(self) -> str:
+        paused = " and left paused" if self._pause != "none" or self._must_resume else ""
+        return f"is marked incomplete{paused}: push again"
 
     def _is_dead(self) -> bool:
         """Whether the server says that its engine, or one of its workers, has died."""

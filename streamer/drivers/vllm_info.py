@@ -119,8 +119,9 @@ def visible_gpus(value: str | None, count: int) -> tuple[str, ...]:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """Major and minor of a version; empty if absent or implausibly long."""
-    parts = re.findall(r"\d+", version, re.ASCII)[:2]
+    """Major and minor, with which a version begins; empty if it does not, or implausibly long."""
+    found = re.match(r"v?(\d+)\.(\d+)", version, re.ASCII)
+    parts = found.groups() if found else ()
     return () if any(len(part) > _LONGEST_NUMBER for part in parts) else tuple(map(int, parts))
 
 

@@ -274,9 +274,22 @@ async def _field(request: Request, name: str, kind: Any, *, optional: bool = Fal
         value = json.loads(body) if body or not optional else {}
     except ValueError:
         raise Refused("the body is not JSON", 400) from None
+    except RecursionError:
+        raise Refused("the body is nested too deeply", 400) from None
     if not isinstance(value, dict) or set(value) - {name} or (not optional and name not in value):
         raise Refused(f"the body must be an object with {name!r} alone", 400)
     field = value.get(name)
     if not isinstance(field, kind):
         raise Refused(f"{name!r} must be a {getattr(kind, '__name__', kind)}", 400)
+    if isinstance(field, str) and not _is_unicode(field):
+        raise Refused(f"{name!r} holds half a surrogate pair", 400)
     return field
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether ``text`` can be put into an answer; JSON may escape what is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -47,7 +47,9 @@ class LocalEngine:
     def start_weight_update(self) -> None:
         """Open an update."""
         if self._updating:
-            raise StreamerError("an update is open already: finish it first")
+            raise StreamerError(
+                "a weight update is active already: call finish_weight_update first"
+            )
         self._updating = True
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:

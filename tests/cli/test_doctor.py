@@ -214,6 +214,18 @@ def test_an_update_that_is_under_way(
     check(found, "fail", "an update is under way, or a worker hangs", "restart the server")
 
 
+def test_a_server_that_hangs_is_not_asked_further(
+    findings: Callable[..., Any], stub: Stub, reply: Callable[..., Any]
+) -> None:
+    for path in [path for path in stub.fake.routes if path != "GET /version"]:
+        stub.fake.routes[path] = reply({}, delay=30)
+    found = findings("--to", stub.url, "--progress-timeout", 1)
+    check(found["health"], "warn", "no answer after 1.0 s", "look into the server's log")
+    text = f"GET {stub.url}/get_world_size: no answer after 1.0 s: an update is under way"
+    check(found["development mode"], "fail", text, "restart the server")
+    assert [call.path for call in stub.fake.calls] == ["/version", "/health", "/get_world_size"]
+
+
 def test_a_server_that_has_lost_a_worker(
     findings: Callable[..., Any], stub: Stub, reply: Callable[..., Any]
 ) -> None:
@@ -287,8 +299,10 @@ def test_versions_that_cannot_work(findings: Callable[..., Any], stub: Stub) -> 
     check(found, "fail", "vLLM 0.29.1", "upgrade the server to vLLM 0.30 or later")
     stub.say("version", version="9" * 5000)
     check(findings("--to", stub.url)["version"], "fail", "'9999", "the URL of a vLLM server")
-    stub.say("version", version="none")
-    check(findings("--to", stub.url)["version"], "fail", "'none'", "the URL of a vLLM server")
+    for version in ("none", "\x1b[2Jx"):
+        stub.say("version", version=version)
+        found = findings("--to", stub.url)["version"]
+        check(found, "fail", repr(version), "the URL of a vLLM server")
 
 
 @pytest.mark.parametrize("size", [0, -1, "two", None, True, 10**6])

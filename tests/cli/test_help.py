@@ -12,6 +12,7 @@ import pytest
 from typer.models import OptionInfo
 
 import streamer.cli
+from streamer.exceptions import SourceError, UsageError
 from streamer.hookspecs import Register, hookimpl
 from streamer.registry import Registry
 
@@ -102,6 +103,37 @@ def test_an_unforeseen_error_is_one_line_with_its_type(
     assert ended.error == (
         "plugin Faulty (in-process) failed to open faulty://: ValueError: two lines \\x1b[31m"
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "says"),
+    [
+        (SourceError, 1, "this failed"),
+        (UsageError, 2, "this failed"),
+        (ValueError, 1, "ValueError: this failed"),
+    ],
+)
+def test_each_note_of_an_error_is_a_line(
+    invoke: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Exception],
+    code: int,
+    says: str,
+) -> None:
+    def fail(*_: object, **__: object) -> Any:
+        error = kind("this failed")
+        error.add_note("while cleaning up one:\nnot now")
+        error.add_note("two \x1b[31m")
+        raise error
+
+    monkeypatch.setattr("streamer.cli.plan.opened", fail)
+    ended = invoke("plan", "x")
+    assert (ended.code, ended.stdout) == (code, "")
+    assert ended.stderr.splitlines() == [
+        f"streamer: error: {says}",
+        "streamer: while cleaning up one: not now",
+        "streamer: two \\x1b[31m",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,21 @@ def test_a_server_that_refuses_the_workers(
     assert time.monotonic() - started < 20
 
 
+def test_what_went_wrong_while_a_server_was_released_is_told_too(
+    invoke: Callable[..., Any], server: Any, checkpoint: Path
+) -> None:
+    server.fail("/start_weight_update", 500, "no room")
+    server.fail("/resume", 500, "not\nnow \x1b[2J", times=9, keep=True)
+    ended = invoke("push", checkpoint, "--to", server.url)
+    assert (ended.code, ended.stdout) == (1, "")
+    error, *notes = ended.stderr.splitlines()
+    assert "/start_weight_update: 500 no room" in error
+    assert len(notes) == 1
+    assert notes[0].startswith(f"streamer: while cleaning up {server.url}: ")
+    assert "/resume: 500 not now " in notes[0]
+    assert notes[0].isprintable()
+
+
 def sent(fake_server: Any, name: str) -> set[str | None]:
     """What the calls so far had in this header."""
     return {requests.structures.CaseInsensitiveDict(c.headers).get(name) for c in fake_server.calls}

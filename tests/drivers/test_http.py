@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import socket
@@ -23,6 +24,7 @@ from streamer import (
 )
 from streamer.drivers.http import HttpClient, normalize_url
 from streamer.drivers.secrets import hide_user
+from streamer.drivers.vllm_info import SERVER_INFO
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -668,12 +670,88 @@ def test_an_answer_that_repeats_a_secret_is_given_without_it(client, fake_server
     assert one.hide(f"v-{SECRET}") == "v-…"
 
 
+ESCAPED = ["s3cr\\3t", 's3cr"3t', "s3cr'3t", "s3'cr\"3t", "\\s'3\"c\\r3t\\"]
+
+
+def told_by(secret):
+    """What a server may say that has been told ``secret``, and what is shown of it."""
+    spellings = [
+        secret,
+        json.dumps(secret),
+        repr(secret),
+        repr([secret, "'\""]),
+        repr([{secret: 1}]),
+    ]
+    for text in spellings:
+        yield {"detail": [{"input": f"Bearer {text}"}]}
+        yield {"detail": {text: "is none"}}
+        yield {"error": {"message": text}}
+        yield {"odd": [text, {text: [text]}]}
+        yield text
+        yield json.dumps({"detail": text}) + "and more"
+        yield json.dumps({"a": [text]})[:-1]
+        yield json.dumps([text])[:-1] + ', "' + "[" * 2000
+
+
+@pytest.mark.parametrize("secret", ESCAPED)
+def test_no_refusal_shows_a_secret_in_an_escaped_form(client, fake_server, reply, secret):
+    one = client(headers={"Authorization": f"Bearer {secret}"})
+    forms = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], repr(secret + "'\"")[1:-4]}
+    for content in told_by(secret):
+        fake_server.routes["GET /x"] = reply(content, 422)
+        with pytest.raises(ServerRefused, match="422 ") as caught:
+            one.get("/x", 5)
+        assert "…" in str(caught.value)
+        assert not [form for form in forms if form in str(caught.value)], content
+        assert "3t" not in str(caught.value).replace("…", ""), content
+
+
+@pytest.mark.parametrize("secret", [SECRET, *ESCAPED])
+def test_the_names_in_an_answer_are_without_secrets(client, fake_server, reply, secret):
+    fake_server.routes["GET /x"] = reply({secret: 1, "a": [{f"{secret}-b": {secret: secret}}]})
+    one = client(headers={"X-Key": secret})
+    assert one.get("/x", 5) == {"…": 1, "a": [{"…-b": {"…": "…"}}]}
+
+
 def test_what_an_answer_has_to_say_is_no_secret(client, fake_server, reply):
     """Whatever is in a header: the engine of this server, say, or its version."""
     value = {"backend": "streamer", "device": "cuda:0", "version": "0.33.0"}
     fake_server.routes["GET /x"] = reply(value)
     headers = {"X-Backend": "streamer", "X-Engine": "nccl cuda", "X-Vllm-Version": "0.33.0"}
     assert client(f"http://stream:er@{fake_server.host}", headers=headers).get("/x", 5) == value
+
+
+def test_no_name_that_is_looked_for_is_a_secret(client, fake_server, reply):
+    """A user called "backend", say."""
+    config = {"weight_transfer_config": {"backend": "nccl"}, "device_config": {"device": "cpu"}}
+    config["instance_id"] = "i"
+    system = {
+        "env_vars": "NCCL_X=1",
+        "torch_version": "2.0",
+        "pip_packages": "nvidia-nccl-cu12=2.1",
+    }
+    answers = {
+        "/version": {"version": "0.33.0"},
+        "/get_world_size": {"world_size": 2},
+        SERVER_INFO: {"vllm_config": config, "system_env": system},
+        "/weight_info": {"weight_version": "v"},
+        "/is_paused": {"is_paused": False},
+        "/weight_checker": {"checksums": {}},
+    }
+    for path, content in answers.items():
+        fake_server.routes[f"GET {path.partition('?')[0]}"] = reply(content)
+    for name in names_in(answers):
+        one = client(headers={"X-Key": name})
+        assert [one.get(path, 5) for path in answers] == list(answers.values())
+
+
+def names_in(value):
+    """All names of the objects in ``value`` that are no routes."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if not name.startswith("/"):
+                yield name
+            yield from names_in(item)
 
 
 def test_a_deep_answer_is_no_json_object(client, fake_server, reply):

@@ -44,7 +44,37 @@ def test_a_world_size_that_is_nonsense_is_refused(size):
 
 
 @pytest.mark.parametrize(
-    "version", ["9" * 5000, "0." + "9" * 5000, "v", "", "\u0660.\u0663", "1" * 10]
+    ("version", "numbers"),
+    [
+        ("0.33.0", (0, 33)),
+        ("0.33", (0, 33)),
+        ("0.33.0rc1", (0, 33)),
+        ("0.33.1.dev5+gabc", (0, 33)),
+        ("v0.33.0", (0, 33)),
+        ("2.28.9", (2, 28)),
+    ],
+)
+def test_versions(version, numbers):
+    assert version_numbers(version) == numbers
+
+
+@pytest.mark.parametrize(
+    "version",
+    [
+        "9" * 5000,
+        "0." + "9" * 5000,
+        "1" * 10,
+        "1" * 10 + ".0",
+        "v",
+        "",
+        "7",
+        ".33",
+        "0,33",
+        "build 0.33",
+        "\x1b[2Jx",
+        "\x1b[2.0m0.33",
+        "\u0660.\u0663",
+    ],
 )
 def test_a_version_without_numbers_that_can_be_meant_is_none(version):
     assert version_numbers(version) == ()

@@ -219,6 +219,8 @@ def _of_process(phase: Phase, kind: str) -> Outcome:
             return _raises(OLD, DeadlineExceeded, f"ranks [{WORKERS}] have not joined ", phase)
         return _raises(_stuck(MIXTURE), DeadlineExceeded, STUCK, phase)
     noticed = replace(phase, path="/weight_info") if phase.name == "update: answer" else phase
+    if phase.name == "begin: /is_paused":
+        noticed = replace(phase, path="")  # /weight_info is asked at once with it
     if kind == "server killed":
         return _raises(Outcome(weights="dead"), *_HTTP_ERRORS["closed"], noticed)
     says = _HTTP_ERRORS["never"][1]

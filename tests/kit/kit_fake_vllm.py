@@ -95,7 +95,10 @@ class FakeVllm:
 
     def do_start_weight_update(self, body):
         if self.updating:
-            raise RuntimeError("a weight update is active")
+            raise RuntimeError(
+                "start_weight_update called while a weight update is already active. "
+                "Call finish_weight_update first."
+            )
         self.updating = True
         return {}
 

@@ -190,5 +190,5 @@ def test_a_group_that_was_aborted_is_joined_anew(session, server, push):
     """As after a second signal, which may come while the first one is tidied up behind."""
     one = session(server)
     push(one, [server], weights(1))
-    one._fleet.abort()
+    one._fleet.insist()
     push(one, [server], weights(2))

@@ -1,0 +1,155 @@
+"""Two trainers at one server at the same time: it is never left paused without a mark."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from kit_fake_vllm import MARK, PAUSE, call_of, commit_fails, steps, sync
+from streamer import ServerError, ServerRefused
+from streamer.drivers.mark import INCOMPLETE
+
+pytestmark = pytest.mark.timeout(60)
+OTHERS = f"{INCOMPLETE}v3"
+
+
+def test_a_push_that_began_since_we_joined_is_not_broken_into(driver, vllm):
+    late, other = driver(), driver()
+    other.begin("v3")
+    vllm.fake.calls.clear()
+    with pytest.raises(ServerError, match=f"another trainer has begun to push.*'{OTHERS}'"):
+        late.begin("v2")
+    late.release()
+    assert vllm.fake.posts == []
+    other.update(call_of())
+    other.commit("v3")
+    assert vllm.serves == ("v3", False, False)
+
+
+def test_a_pause_is_not_taken_for_the_user_s_while_another_trainer_marks(driver, vllm):
+    """Both are asked at once: the mark may come between the two answers."""
+    late, other = driver(), driver()
+    plain, stale = vllm.do_weight_info, ["default"]
+    other.begin("v3")
+    vllm.do_weight_info = lambda body: {"weight_version": stale.pop()} if stale else plain(body)
+    with pytest.raises(ServerError, match="another trainer has begun to push"):
+        late.begin("v2")
+    late.release()
+    assert vllm.serves == (OTHERS, True, True)
+
+
+def test_what_another_trainer_has_pushed_meanwhile_is_what_a_release_gives_back(driver, vllm):
+    late, other = driver(), driver()
+    sync(other, "v3")
+    vllm.fail("/start_weight_update", 500, "no")
+    with pytest.raises(ServerRefused):
+        late.begin("v2")
+    late.release()
+    assert vllm.serves == ("v3", False, False)
+
+
+def begin_at_once(late, other, vllm):
+    """``late`` looks, then ``other`` begins, then ``late`` goes on."""
+    plain = vllm.do_update_weight_version
+
+    def first_the_other(body):
+        vllm.do_update_weight_version = plain
+        other.begin("v3")
+        return plain(body)
+
+    vllm.do_update_weight_version = first_the_other
+    with pytest.raises(ServerError, match="another trainer has begun to push at the same time"):
+        late.begin("v2")
+
+
+def test_two_that_begin_at_once_leave_a_mark_and_the_update_open(driver, vllm):
+    late, other = driver(), driver()
+    begin_at_once(late, other, vllm)
+    late.release()
+    assert vllm.serves == (MARK, True, True), "what is open is the other's"
+    other.update(call_of())
+    with pytest.raises(ServerError, match="another trainer has pushed"):
+        other.commit("v3")
+    assert "another trainer" in other.abandon()
+    third = driver()
+    sync(third, "v4")
+    assert vllm.serves == ("v4", False, False)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "streamer"])
+def test_an_update_that_is_left_open_is_closed_by_whoever_finds_the_mark(driver, vllm, backend):
+    vllm.backend = backend
+    vllm.weight_version, vllm.paused, vllm.updating = OTHERS, True, True
+    sync(driver(), "v4")
+    assert vllm.serves == ("v4", False, False)
+
+
+def test_a_mark_that_another_trainer_took_away_is_put_back(driver, vllm):
+    one = driver()
+    one.begin("v2")
+    vllm.weight_version = "default"  # as one does that has begun at once, and is refused
+    vllm.fail("/update_weights", 500, "no")
+    with pytest.raises(ServerRefused):
+        one.update(call_of())
+    assert one.abandon().endswith("is marked incomplete and left paused: push again")
+    assert vllm.serves == (MARK, True, False)
+
+
+def test_a_server_that_cannot_be_resumed_keeps_the_mark(driver, vllm):
+    one = driver()
+    vllm.fail("/start_weight_update", 500, "no")
+    vllm.fail("/resume", 500, "no")
+    with pytest.raises(ServerRefused):
+        one.begin("v2")
+    with pytest.raises(ServerRefused, match="/resume"):
+        one.release()
+    assert vllm.serves == (MARK, True, False)
+    sync(driver(), "v3")
+    assert vllm.serves == ("v3", False, False)
+
+
+def test_the_mark_is_the_last_that_a_release_takes_away(driver, vllm):
+    one = driver()
+    one.begin("v2")
+    vllm.fake.calls.clear()
+    one.release()
+    assert steps(vllm) == [
+        "/finish_weight_update None",
+        "/resume",
+        "/update_weight_version default",
+    ]
+
+
+def test_where_the_caller_pauses_no_pause_is_claimed(driver, vllm):
+    one = driver(pause="none")
+    one.begin("v2")
+    vllm.fail("/update_weights", 500, "no")
+    with pytest.raises(ServerRefused):
+        one.update(call_of())
+    assert one.abandon().endswith("is marked incomplete: push again")
+    assert vllm.serves == (MARK, False, False)
+
+
+def test_where_the_caller_pauses_a_sync_that_failed_is_resumed_after(driver, vllm):
+    """It was not the caller who had paused it."""
+    one = driver()
+    one.begin("v2")
+    vllm.fail("/update_weights", 500, "no")
+    with contextlib.suppress(ServerRefused):
+        one.update(call_of())
+    one.abandon()
+    assert vllm.paused
+    other = driver(pause="none")
+    sync(other, "v3")
+    assert PAUSE not in steps(vllm)
+    assert vllm.serves == ("v3", False, False)
+
+
+def test_where_the_caller_has_paused_it_stays_paused(driver, vllm):
+    vllm.paused = True
+    one = driver(pause="none")
+    commit_fails(one, vllm, "/finish_weight_update")
+    one.abandon()
+    sync(driver(pause="none"), "v3")
+    assert vllm.serves == ("v3", True, False)

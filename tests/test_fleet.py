@@ -1,0 +1,154 @@
+"""What is done on all servers at once. Whole syncs into several are in tests/faults."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import streamer
+from streamer import ServerRefused, ServerUnreachable, Timeouts
+from streamer import fleet as fleet_module
+from streamer.fleet import Fleet
+from streamer.options import Options
+from streamer.timeouts import Clock
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Hanging:
+    """A server's driver whose steps hang until they are cancelled, or end by themselves."""
+
+    def __init__(self, url, seconds=30.0):
+        self.url, self.seconds = url, seconds
+        self.cancelled = threading.Event()
+
+    def step(self):
+        if self.cancelled.wait(self.seconds):
+            raise ServerUnreachable(f"{self.url}: cancelled")
+        return self.url
+
+    def cancel(self):
+        self.cancelled.set()
+
+    def close(self):
+        pass
+
+
+class Refusing(Hanging):
+    def step(self):
+        raise ServerRefused(f"{self.url}: no", 500)
+
+
+@pytest.fixture
+def fleet(monkeypatch, no_threads_left):
+    made = []
+
+    def make(*drivers):
+        one = Fleet([], Options(), Clock(Timeouts()))
+        one._pool.shutdown()
+        one._pool = fleet_module.ThreadPoolExecutor(8, thread_name_prefix="streamer-http")
+        one.drivers = list(drivers)
+        made.append(one)
+        return one
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_the_first_that_fails_ends_the_others(fleet, monkeypatch):
+    monkeypatch.setattr(fleet_module, "_GRACE_SECONDS", 0.2)
+    hanging, soon = Hanging("a"), Hanging("b", seconds=0.05)
+    one = fleet(hanging, Refusing("c"), soon)
+    started = time.monotonic()
+    with pytest.raises(ServerRefused, match="c: no"):
+        one.each(lambda driver: driver.step())
+    assert time.monotonic() - started < 5
+    assert hanging.cancelled.is_set()
+    assert not soon.cancelled.is_set(), "it has answered meanwhile"
+
+
+def test_what_is_to_be_done_to_the_end_is(fleet, monkeypatch):
+    monkeypatch.setattr(fleet_module, "_GRACE_SECONDS", 0.0)
+    slow = Hanging("a", seconds=0.5)
+    with pytest.raises(ServerRefused, match="c: no"):
+        fleet(slow, Refusing("c")).each(lambda driver: driver.step(), to_the_end=True)
+    assert not slow.cancelled.is_set()
+
+
+def test_results_are_in_the_order_of_the_servers(fleet):
+    drivers = [Hanging(name, seconds=0.2 / (n + 1)) for n, name in enumerate("abc")]
+    assert fleet(*drivers).each(lambda driver: driver.step()) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("flowing", [False, True])
+def test_a_wait_is_given_up_only_before_a_byte_flows(fleet, flowing, eventually):
+    hanging = Hanging("a")
+    one = fleet(hanging)
+    transport = SimpleNamespace(abort=lambda reason: None)
+    one.group = SimpleNamespace(flowing=flowing, transport=transport, close=lambda: None)
+    one.wake()
+    if flowing:
+        time.sleep(0.1)
+        assert not hanging.cancelled.is_set()
+        one.insist()
+    eventually(hanging.cancelled.is_set)
+    one.group = None
+
+
+PUSHER = """
+import sys, threading, time, torch, streamer
+
+def push():
+    with streamer.connect(sys.argv[1]) as session:
+        for number in range(3):
+            session.push({"a": torch.full((3,), float(number))}, weight_version=f"v{number}")
+            threading.main_thread().join()  # and after that
+            time.sleep(0.1)
+
+threading.Thread(target=push).start()
+"""
+
+
+def test_a_thread_goes_on_to_push_when_the_main_thread_has_ended(server):
+
+    ended = subprocess.run(
+        [sys.executable, "-c", PUSHER, server.url], capture_output=True, text=True, timeout=50
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert server.holds({"a": torch.full((3,), 2.0)})
+    assert (server.paused, server.weight_version) == (False, "v2")
+
+
+CTRL_C = """
+import signal, sys, threading, torch, streamer
+
+if sys.argv[2] == "begin":
+    threading.Timer(2.0, signal.raise_signal, [signal.SIGINT]).start()
+try:
+    streamer.push({"a": torch.ones(3)}, sys.argv[1])
+except KeyboardInterrupt as error:
+    print("interrupted", *getattr(error, "__notes__", ()))
+"""
+
+
+@pytest.mark.parametrize("path", ["/pause", "/update_weight_version", "/start_weight_update"])
+def test_ctrl_c_does_not_wait_for_a_server_that_hangs_before_the_first_byte(server, path):
+    streamer.push({"a": torch.zeros(3)}, server.url, weight_version="old")
+    server.fail(path, delay=30, times=1)
+    started = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", CTRL_C, server.url, "begin"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert ended.stdout.startswith("interrupted"), ended.stderr
+    assert time.monotonic() - started < 20
+    assert (server.paused, server.weight_version) == (False, "old")
