@@ -188,9 +188,9 @@ class Fleet:
             driver.cancel()
 
     def wake(self) -> None:
-        """From any thread or signal handler: give up what a sync waits for, as long as no byte is
-        on its way. After that the stream is completed."""
-        if self.group is not None and not self.group.flowing:
+        """From any thread or signal handler: give up what a sync waits for while it begins.
+        After that the stream is completed."""
+        if self.group is not None and self.group.beginning:
             self._cancel_beside()
 
     def insist(self) -> None:

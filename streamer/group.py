@@ -58,6 +58,7 @@ class Group:
         self._submit = submit
         self.world_size = 1 + sum(server.world_size for server in servers)
         self.flowing = False
+        self.beginning = False
         self.sent: Sent | None = None
         self.verify_seconds = 0.0
         self._verify = options.verify
@@ -177,7 +178,8 @@ class Group:
     ) -> None:
         """Run ``begin()``, then every call of ``plan``, while this thread reads ``payloads``.
 
-        `flowing` tells afterwards whether any worker may have received something, and `sent` what
+        `beginning` is true while ``begin()`` runs, which may be given up. `flowing` tells
+        afterwards whether any worker may have received something, and `sent` what
         was sent if that is to be verified; `verify_seconds` is what that has cost, on the rank
         where it took longest. If the source was what failed, the group is whole; if its transport
         was aborted, it is dead.
@@ -187,7 +189,11 @@ class Group:
         digests: list[str] = []
 
         def conduct(stream: ChunkStream) -> None:
-            begin()
+            self.beginning = True
+            try:
+                begin()
+            finally:
+                self.beginning = False
             for number, call in enumerate(plan.calls, start=1):
                 if stream.look() is not None:
                     return

@@ -87,14 +87,14 @@ def test_results_are_in_the_order_of_the_servers(fleet):
     assert fleet(*drivers).each(lambda driver: driver.step()) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("flowing", [False, True])
-def test_a_wait_is_given_up_only_before_a_byte_flows(fleet, flowing, eventually):
+@pytest.mark.parametrize("beginning", [False, True])
+def test_a_wait_is_given_up_only_while_a_sync_begins(fleet, beginning, eventually):
     hanging = Hanging("a")
     one = fleet(hanging)
     transport = SimpleNamespace(abort=lambda reason: None)
-    one.group = SimpleNamespace(flowing=flowing, transport=transport, close=lambda: None)
+    one.group = SimpleNamespace(beginning=beginning, transport=transport, close=lambda: None)
     one.wake()
-    if flowing:
+    if not beginning:
         time.sleep(0.1)
         assert not hanging.cancelled.is_set()
         one.insist()
