@@ -80,6 +80,7 @@ class VllmDriver:
         self._paused: tuple[dict[str, Any], float] = ({}, -_FRESH)  # what was said of it, and when
         self._must_resume = False  # we have paused a server that was serving
         self._began: list[str] = []
+        self._given_up = False  # a call of this sync was cut off, and may still be carried out
         self._finished = False
         self._finishing: str | None = None  # under this version: asked for, maybe not answered
         self._last_call: Call | None = None  # which the workers have received whole
@@ -158,6 +159,7 @@ class VllmDriver:
 
     def begin(self, weight_version: str) -> None:
         self._began, self._finished, self._stuck = [], False, False
+        self._given_up = False
         self._finishing = None
         self.verified = None
         paused = self._look()
@@ -314,10 +316,12 @@ class VllmDriver:
         if "start" in steps:
             # Nothing was loaded: vLLM puts the old weights back exactly.
             undo.append(self._close_update)
-        if self._must_resume and not is_incomplete(self._version):
+        unsure = self._given_up and bool(steps)
+        # Not with an update that may be open: a completion then ends the engine.
+        if self._must_resume and not is_incomplete(self._version) and not (unsure and undo):
             undo.append(self._resume)
         # Last of all the mark: without one nobody would see that a server was left paused.
-        if "mark" in steps and self._version is not None:
+        if "mark" in steps and self._version is not None and not unsure:
             mark = {"new_version": self._version}
             undo.append(lambda: self._clean_up("/update_weight_version", mark))
         problem: StreamerError | None = None
@@ -329,6 +333,11 @@ class VllmDriver:
             except StreamerError as error:
                 problem = problem or error
                 break
+        if problem is None and unsure:
+            problem = ServerError(
+                f"a call that was given up may still be carried out: {self.url} holds the old "
+                "weights, and is marked incomplete: push again"
+            )
         if problem is not None:
             raise problem
 
@@ -427,6 +436,7 @@ class VllmDriver:
         return 0.0 if self._proof is None else self._proof.seconds
 
     def cancel(self) -> None:
+        self._given_up = True
         self._http.cancel()
 
     def close(self) -> None:
