@@ -77,7 +77,7 @@ def test_a_worker_that_does_not_answer_is_not_waited_for_without_end(
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"of 2 workers, .* joined"):
         one.push(make_source(weights(2)))
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 25  # 12 on a machine that does nothing else
     assert server.weight_version == "old"
     assert not server.paused
     os.kill(server.pids[1], signal.SIGCONT)
