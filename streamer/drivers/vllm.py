@@ -92,6 +92,8 @@ class VllmDriver:
         sums = self._verify and self._info.backend == "nccl"
         self._proof = ChecksumProof(self.url, self._post) if sums else None
         self._version = self._weight_version()
+        if self._version not in (self._mark, self._finishing):
+            self._must_resume = False  # another trainer has been there, and resumed it
         return self._info
 
     def _ask(self) -> ServerInfo:

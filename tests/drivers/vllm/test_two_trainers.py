@@ -153,3 +153,20 @@ def test_where_the_caller_has_paused_it_stays_paused(driver, vllm):
     one.abandon()
     sync(driver(pause="none"), "v3")
     assert vllm.serves == ("v3", True, False)
+
+
+def test_what_another_trainer_has_repaired_is_resumed_no_more(driver, vllm):
+    """By then it may be the server's user who has paused it."""
+    one, other = driver(), driver()
+    one.begin("v2")
+    vllm.fail("/update_weights", 500, "no")
+    with pytest.raises(ServerRefused):
+        one.update(call_of())
+    one.abandon()
+    other.probe()
+    sync(other, "v3")
+    vllm.paused = True
+    assert not one.is_ours()
+    one.probe()
+    sync(one, "v4")
+    assert vllm.serves == ("v4", True, False)
