@@ -1,7 +1,8 @@
-"""Run the table of faults and write what came of it: ``python scripts/fault_table.py [XML]``.
+"""Run the table of faults and write what came of it: ``fault_table.py [XML COMMIT]``.
 
 Writes docs/faults.md from the properties that tests/faults records, and only if every test passes.
-Given the faults.xml of a run on GPUs (tests/gpu/run.sh), writes docs/faults-nccl.md from that.
+Given the faults.xml of a run on GPUs (tests/gpu/run.sh) and its commit, writes docs/faults-nccl.md
+from that.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ succeeds with equal checksums. What NCCL makes different:
   trainer, server and worker do not grow. Their memory does: 14 MiB in 120 syncs, of which twelve
   have all join anew (over Gloo it stays as it is).
 
-Written by `python scripts/fault_table.py faults.xml`, from the part `faults` of `tests/gpu/run.sh`.
+Written by `python scripts/fault_table.py faults.xml COMMIT`, from the part `faults` of
+`tests/gpu/run.sh`.
 The last run: {where}.
 """
 TITLES = (
@@ -151,7 +153,7 @@ def page(found: dict[str, dict[str, str]], head: str) -> str:
 def main() -> None:
     """Entry point."""
     if len(sys.argv) > 1:
-        where = "two H200s, PyTorch 2.11, NCCL 2.28.9"
+        where = f"two H200s, PyTorch 2.11, NCCL 2.28.9, commit {sys.argv[2]}"
         text, name = page(recorded(Path(sys.argv[1])), HEAD_NCCL.format(where=where)), "faults-nccl"
     else:
         text, name = page(run(), HEAD.format(where=this_machine())), "faults"
