@@ -80,32 +80,32 @@ class Fleet:
         return group + max(driver.verify_seconds for driver in self.drivers)
 
     def give_up(self, error: BaseException) -> None:
-        """A sync failed: release the servers if no byte was sent; else say what each one holds.
+        """A sync failed: release the servers if no byte was sent, or else abandon it.
 
-        That is in ``error.held``, or in the notes of an error that is none of ours.
+        What a server then holds, if not just the old weights as before, is in ``error.held``, or in
+        the notes of an error that is none of ours.
         """
         group = self.group
         if group is None:
             return  # `close` has waited long enough for this push, and cleaned up
-        if not group.flowing:
-            self._clean_up(error, lambda driver: driver.release())
-            return
-        broken = group.transport.aborted
-        if broken:
+        flowing, broken = group.flowing, group.transport.aborted
+        if flowing and broken:
             # First our end: workers that still wait for the trainer cannot answer before that.
             self._drop_group()
         held: dict[str, str] = {}
 
-        def abandon(driver: Driver) -> None:
-            held[driver.url] = driver.abandon()
+        def end(driver: Driver) -> None:
+            state = driver.abandon() if flowing else driver.release()
+            if state:
+                held[driver.url] = state
 
-        self._clean_up(error, abandon)
+        self._clean_up(error, end)
         if isinstance(error, StreamerError):
             error.held = held
         else:
             for url, state in held.items():
                 error.add_note(f"{url} {state}")
-        if broken:
+        if flowing and broken:
             self._clean_up(error, lambda driver: driver.leave())
 
     def leave(self) -> None:

@@ -61,7 +61,7 @@ def test_a_signal_completes_the_stream_and_the_server_goes_on(
     assert time.monotonic() - started < 10
     assert trainer.returncode == -number if number == signal.SIGTERM else 1, errors
     assert server.paused
-    assert server.weight_version == "streamer-incomplete:slow"
+    assert server.weight_version.startswith("streamer-incomplete:slow#")
     tensors = {f"t{i}": random_tensor(torch.float32, (1000,), seed=i) for i in range(40)}
     streamer.push(make_source(tensors), to=server.url)
     assert not server.paused

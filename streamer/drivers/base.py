@@ -128,8 +128,11 @@ class Driver(Protocol):
         not to hold what was sent it stays marked and paused: `VerificationError`.
         """
 
-    def release(self) -> None:
-        """Undo ``begin``: no byte was sent, and the server shall serve its old weights again."""
+    def release(self) -> str:
+        """Undo ``begin``: no byte was sent, and the server shall serve its old weights again.
+
+        Empty if it does. Otherwise it may be marked and paused, and this says how, and why.
+        """
 
     def abandon(self) -> str:
         """Close a failed update, leaving the server marked and paused. Says what it may hold."""

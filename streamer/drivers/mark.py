@@ -6,6 +6,8 @@ hold, a mixture of weights, or was left paused by a sync that could not resume i
 
 from __future__ import annotations
 
+import secrets
+
 from streamer.exceptions import UsageError
 
 INCOMPLETE = "streamer-incomplete:"
@@ -15,8 +17,11 @@ _HELD = "held-by-user:"
 
 
 def mark_of(weight_version: str, *, held: bool) -> str:
-    """The mark of a sync to ``weight_version``; ``held``: the server was paused by its user."""
-    return f"{INCOMPLETE}{_HELD if held else ''}{weight_version}"
+    """A fresh mark for a sync to ``weight_version``; ``held``: the server was paused by its user.
+
+    No two are alike: a sync knows its own, also where another trainer pushes the same version.
+    """
+    return f"{INCOMPLETE}{_HELD if held else ''}{weight_version}#{secrets.token_hex(4)}"
 
 
 def is_incomplete(version: str | None) -> bool:

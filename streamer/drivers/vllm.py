@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from streamer.exceptions import (
     PlanError,
     ServerError,
     ServerRefused,
+    ServerUnreachable,
     StreamerError,
 )
 from streamer.plan import Call, Plan
@@ -52,6 +53,13 @@ _FRESH = 0.1
 """Seconds for which a server counts as paused, or not, as it has said it is."""
 _FINISH_FIRST = "finish_weight_update first"
 """In the refusal of a start while an update is open, of vLLM's worker and of ours."""
+_NONE_OPEN = "finish_weight_update called without"
+"""In the refusal of a finish where no update is open, of both."""
+_MAY_BE_PAUSED = "may still be paused: POST /resume to it"
+_DONE, _REFUSED, _UNANSWERED = "done", "refused", "unanswered"
+"""What may come of a call. One that was not answered may still be carried out."""
+_NO_VERSION = "default"
+"""What vLLM calls the weights that it has started with; for a server that says nothing."""
 
 
 class VllmDriver:
@@ -79,8 +87,8 @@ class VllmDriver:
         self._mark = ""
         self._paused: tuple[dict[str, Any], float] = ({}, -_FRESH)  # what was said of it, and when
         self._must_resume = False  # we have paused a server that was serving
-        self._began: list[str] = []
-        self._given_up = False  # a call of this sync was cut off, and may still be carried out
+        self._runs = False  # it goes on generating while it is updated: its caller wants that
+        self._began: dict[str, str] = {}  # what `begin` has asked for, and what came of it
         self._finished = False
         self._finishing: str | None = None  # under this version: asked for, maybe not answered
         self._last_call: Call | None = None  # which the workers have received whole
@@ -160,45 +168,55 @@ class VllmDriver:
                 self._post("/finish_weight_update", {"weight_version": None})
 
     def begin(self, weight_version: str) -> None:
-        self._began, self._finished, self._stuck = [], False, False
-        self._given_up = False
+        self._began, self._finished, self._stuck = {}, False, False
         self._finishing = None
         self.verified = None
         paused = self._look()
         torn = is_incomplete(self._version)
+        # Paused by its user, and not by a sync that failed: ours, or by its mark another's.
+        held = paused and not self._must_resume and (not torn or is_held(self._version))
+        self._runs = self._pause == "none" and not paused
+        self._mark = mark_of(weight_version, held=held)
+        # First the mark: a trainer that dies right after has paused the server for somebody to see.
+        self._step("mark", "/update_weight_version", {"new_version": self._mark})
         if self._proof is not None:
             # The layers of a failed update may have no memory: asking would fail, out of step.
             self._proof.begin(ask=not torn)
-        # Paused by its user, and not by a sync that failed: ours, or by its mark another's.
-        held = paused and not self._must_resume and (not torn or is_held(self._version))
-        self._mark = mark_of(weight_version, held=held)
-        # First the mark: a trainer that dies right after has paused the server for somebody to see.
-        self._began.append("mark")
-        self._post("/update_weight_version", {"new_version": self._mark})
         if self._pause != "none":
             self._must_resume = not held
-            self._post(f"/pause?mode={self._pause}")
+            self._step("pause", f"/pause?mode={self._pause}")
         elif paused and not held:
             self._must_resume = True  # a sync that failed has paused it, and not the caller
         if torn and self.info.backend == "nccl":
             self._restore()
-        self._began.append("start")
         try:
-            self._post("/start_weight_update")
+            self._step("start", "/start_weight_update")
         except ServerRefused as error:
             if _FINISH_FIRST not in str(error).lower():
                 raise
             if not torn:
                 # What is open is another trainer's, and so is what becomes of it: that trainer
                 # finds our mark in place of its own, and gives up as well.
-                self._began, self._must_resume = [], False
+                self._began, self._must_resume = {}, False
                 raise ServerError(
                     f"{self.url}: another trainer has begun to push at the same time: neither push "
                     "goes on, and the server is marked incomplete and left paused: push again"
                 ) from error
             # Left open by a trainer that is gone.
             self._close_update()
-            self._post("/start_weight_update")
+            self._step("start", "/start_weight_update")
+
+    def _step(self, name: str, path: str, body: dict[str, Any] | None = None) -> None:
+        """One call of `begin`, which `release` undoes."""
+        self._began[name] = _UNANSWERED
+        try:
+            self._post(path, body)
+        except (ServerRefused, IncompatibleServer) as error:
+            # A gateway that has given up does not tell what the server behind it does.
+            if getattr(error, "status", 0) not in (502, 504):
+                self._began[name] = _REFUSED
+            raise
+        self._began[name] = _DONE
 
     def _look(self) -> bool:
         """Take note of what the server holds, unless it has just been asked; whether it is paused.
@@ -211,8 +229,11 @@ class VllmDriver:
             self._note(info)
         paused = said.get("is_paused") is True
         if paused and not self._must_resume and not is_incomplete(self._version):
-            # Both were asked at once: who has paused it may have marked it a moment before.
-            self._note(self._weight_version())
+            # Both were asked at once: who has paused it may have marked it a moment before, or is
+            # about to resume it.
+            info, said = self._ask_both()
+            self._note(info)
+            paused = said.get("is_paused") is True
         return paused
 
     def _ask_both(self) -> tuple[str | None, dict[str, Any]]:
@@ -237,7 +258,7 @@ class VllmDriver:
         """
         refusal: ServerRefused | None = None
         try:
-            self._post("/start_weight_update")
+            self._step("start", "/start_weight_update")
         except ServerRefused as error:
             if self.info.world_size > 1:
                 raise IncompatibleServer(
@@ -270,6 +291,9 @@ class VllmDriver:
         self._last_call = call
 
     def commit(self, weight_version: str, sent: Sent | None = None) -> None:
+        if not self._runs:
+            # First, so that as little as can be is between the look, the finish and the resume.
+            self._reset()
         self._refuse_if_taken()
         if sent is None or self._proof is None:
             self._finishing = weight_version
@@ -278,15 +302,19 @@ class VllmDriver:
         else:
             # Without a version the mark stays.
             self._post("/finish_weight_update", {"weight_version": None})
-            self._began = []
+            self._began = {}
             self.verified = self._proof.prove(sent)
             self._post("/update_weight_version", {"new_version": weight_version})
         self._version, self._finished = weight_version, True
-        # Requests that were kept hold keys and values of the old weights: they are computed anew.
-        self._post("/reset_prefix_cache?reset_running_requests=true")
+        if self._runs:
+            self._reset()
         if self._must_resume:
             self._post("/resume")
             self._must_resume = False
+
+    def _reset(self) -> None:
+        # Requests that were kept hold keys and values of the old weights: they are computed anew.
+        self._post("/reset_prefix_cache?reset_running_requests=true")
 
     def _refuse_if_taken(self) -> None:
         """A trainer that was suspended would finish what another one has begun meanwhile."""
@@ -298,65 +326,102 @@ class VllmDriver:
                 f"{self._mark!r}; this sync is not finished there; push again"
             )
 
-    def _is_taken(self) -> bool:
-        """Whether another trainer has pushed, or begun to, since: what is open there is its own."""
-        said = self._named()
-        return said is not None and said not in (self._version, self._mark, self._finishing)
-
     def _named(self) -> str | None:
-        """What the server calls its weights now; None if it does not say."""
-        with contextlib.suppress(StreamerError):
+        """What the server calls its weights now."""
+        with self._routes():
             return _version_in(self._http.get("/weight_info", _CLEAN_UP_SECONDS))
-        return None
 
-    def release(self) -> None:
-        steps, self._began = self._began, []
-        if steps and self._is_taken():
+    def _is_taken(self, named: str | None) -> bool:
+        """Whether another trainer has pushed, or begun to, since: what is open there is its own."""
+        return named is not None and named not in (self._version, self._mark, self._finishing)
+
+    def release(self) -> str:
+        steps, self._began = self._began, {}
+        if not steps:
+            return ""
+        torn = is_incomplete(self._version)
+        holds = "holds a mixture of weights" if torn else "holds the old weights"
+        try:
+            doubt = self._undo(steps)
+        except (DeadlineExceeded, ServerUnreachable) as error:
+            self._stuck = True
+            return (
+                f"{holds}, does not answer ({error}), and may be marked incomplete"
+                f"{self._and_paused}: push again"
+            )
+        except StreamerError as error:
+            return f"{holds}, but is marked incomplete{self._and_paused} ({error}): push again"
+        if doubt == "mark":
+            return f"{holds}, and may be marked incomplete yet: that call was not answered"
+        if doubt is not None:
+            paused = self._and_paused if doubt == "start" else ""
+            return (
+                f"{holds}, but is marked incomplete{paused}: its {doubt} was not answered, and may "
+                "still be carried out: push again"
+            )
+        return ""
+
+    def _undo(self, steps: dict[str, str]) -> str | None:
+        """Take back what `begin` has done; the step that may still come, where there is one.
+
+        What is not known to be undone keeps the mark, or nobody would see it. The first call that
+        fails is the last. Before each, the server is asked whether it is still ours.
+        """
+        doubt = next((step for step, how in steps.items() if how == _UNANSWERED), None)
+        named = self._named()
+        if self._is_taken(named):
             self._must_resume = False
-            return
-        undo: list[Callable[[], None]] = []
+            return None
+        if doubt == "mark":
+            if named != self._mark:
+                return doubt
+            doubt = None
         if "start" in steps:
             # Nothing was loaded: vLLM puts the old weights back exactly.
-            undo.append(self._close_update)
-        unsure = self._given_up and bool(steps)
-        # Not with an update that may be open: a completion then ends the engine.
-        if self._must_resume and not is_incomplete(self._version) and not (unsure and undo):
-            undo.append(self._resume)
-        # Last of all the mark: without one nobody would see that a server was left paused.
-        if "mark" in steps and self._version is not None and not unsure:
-            mark = {"new_version": self._version}
-            undo.append(lambda: self._clean_up("/update_weight_version", mark))
-        problem: StreamerError | None = None
-        for step in undo:
-            try:
-                step()
-            except DeadlineExceeded as error:
-                problem = problem or error  # it may still be done, and so may what follows
-            except StreamerError as error:
-                problem = problem or error
-                break
-        if problem is None and unsure:
-            problem = ServerError(
-                f"a call that was given up may still be carried out: {self.url} holds the old "
-                "weights, and is marked incomplete: push again"
-            )
-        if problem is not None:
-            raise problem
+            was_open = self._close_update(may_refuse=steps["start"] == _REFUSED)
+            if doubt == "start":
+                if not was_open:
+                    return doubt  # a completion while an update is open ends vLLM: stay paused
+                doubt = None
+            if self._is_taken(self._named()):
+                self._must_resume = False
+                return None
+        if self._must_resume and not is_incomplete(self._version):
+            self._clean_up("/resume")
+            self._must_resume = False
+            if self._is_taken(self._named()):
+                return None
+        if doubt is None:
+            # Last of all: without a mark nobody would see that a server was left paused.
+            old = self._version if self._version is not None else _NO_VERSION
+            self._clean_up("/update_weight_version", {"new_version": old})
+            self._version = old
+        return doubt
 
-    def _close_update(self) -> None:
-        # Refused where none is open: the start was refused, or the failed call has closed it.
-        with contextlib.suppress(ServerRefused):
+    def _close_update(self, *, may_refuse: bool = False) -> bool:
+        """Close the update that is open; False if none is.
+
+        ``may_refuse``: the server has said before that it opened none, so any refusal tells that.
+        """
+        try:
             self._clean_up("/finish_weight_update", {"weight_version": None})
-
-    def _resume(self) -> None:
-        self._clean_up("/resume")
-        self._must_resume = False
+        except ServerRefused as error:
+            if not may_refuse and _NONE_OPEN not in str(error).lower():
+                raise
+            return False
+        return True
 
     def abandon(self) -> str:
         if self._finished and not self._must_resume:
             return "holds the new weights"
-        named = self._named()
-        if named is not None and named not in (self._version, self._mark, self._finishing):
+        try:
+            named = self._named()
+        except (ServerError, DeadlineExceeded) as error:
+            self._stuck = True
+            if self._finished:
+                return f"holds the new weights, but {_MAY_BE_PAUSED}"
+            return f"holds a mixture of weights and does not answer ({error}): restart it"
+        if self._is_taken(named):
             self._must_resume = False
             return "was taken over by another trainer meanwhile, or restarted, and is left alone"
         if self._finished:
@@ -369,7 +434,8 @@ class VllmDriver:
                 "incomplete and left paused: restart it"
             )
         try:
-            self._close_update()
+            # Refused by workers that have failed: it stays marked, whatever it holds.
+            self._close_update(may_refuse=True)
         except (ServerError, DeadlineExceeded) as error:
             self._stuck = True
             return f"holds a mixture of weights and does not answer ({error}): restart it"
@@ -399,14 +465,17 @@ class VllmDriver:
                 return "holds the new weights, and answers with them"
             self._clean_up("/update_weight_version", {"new_version": self._mark})
         except StreamerError:
-            return "holds the new weights, but may still be paused: POST /resume to it"
+            return f"holds the new weights, but {_MAY_BE_PAUSED}"
         self._version = self._mark
         return f"holds the new weights, but {self._left}"
 
     @property
     def _left(self) -> str:
-        paused = " and left paused" if self._pause != "none" or self._must_resume else ""
-        return f"is marked incomplete{paused}: push again"
+        return f"is marked incomplete{self._and_paused}: push again"
+
+    @property
+    def _and_paused(self) -> str:
+        return " and left paused" if self._pause != "none" or self._must_resume else ""
 
     def _is_dead(self) -> bool:
         """Whether the server says that its engine, or one of its workers, has died."""
@@ -430,7 +499,7 @@ class VllmDriver:
         # A server with an update open refuses, and one that does not answer would be waited for.
         if self._stuck or version_numbers(self.info.version) < (0, 32):
             return
-        if not self._is_taken():
+        if not self._is_taken(self._named()):
             self._clean_up("/shutdown_weight_transfer_engine")
 
     @property
@@ -438,7 +507,6 @@ class VllmDriver:
         return 0.0 if self._proof is None else self._proof.seconds
 
     def cancel(self) -> None:
-        self._given_up = True
         self._http.cancel()
 
     def close(self) -> None:

@@ -65,7 +65,7 @@ class LocalEngine:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Close the update."""
         if not self._updating:
-            raise StreamerError("no update is open")
+            raise StreamerError("finish_weight_update called without start_weight_update")
         self._updating = False
         self._version = weight_version or self._version
 

@@ -51,15 +51,15 @@ PHASES = (
     Phase("init", "init", "/init_weight_transfer_engine"),
     Phase("warm-up", "init", "/init_weight_transfer_engine", where="middle"),
     Phase("begin: /is_paused", "begin", "/is_paused"),
-    Phase("begin: /pause", "begin", "/pause"),
     Phase("begin: mark", "begin", "/update_weight_version"),
+    Phase("begin: /pause", "begin", "/pause"),
     Phase("begin: start", "begin", "/start_weight_update"),
     Phase("update: first byte", "update", UPDATE),
     Phase("update: middle", "update", UPDATE, 2, "middle"),
     Phase("update: last call", "update", UPDATE, CALLS),
     Phase("update: answer", "update", UPDATE, CALLS, "answered"),
-    Phase("finish", "finish", "/finish_weight_update"),
     Phase("reset", "reset", "/reset_prefix_cache"),
+    Phase("finish", "finish", "/finish_weight_update"),
     Phase("resume", "resume", "/resume"),
 )
 
@@ -108,7 +108,7 @@ class Cell:
     def finished(self) -> bool:
         """Whether the server has closed the update well, for all that the sync fails."""
         done = self.phase.group == "finish" and self.kind in DONE
-        return done or self.phase.group in ("reset", "resume")
+        return done or self.phase.group == "resume"
 
     def __str__(self) -> str:
         return f"{self.phase.name} x {self.kind}"
@@ -167,10 +167,21 @@ def outcome(cell: Cell) -> Outcome:
     )
 
 
-def _failed(phase: Phase, done: bool) -> Outcome:
-    """The state that a failed call leaves, which the server has ``done`` or not."""
+def _failed(phase: Phase, done: bool, answered: bool = True) -> Outcome:
+    """The state that a failed call leaves, which the server has ``done`` or not.
+
+    One that was not ``answered`` may still be carried out: the mark stays unless it was undone.
+    """
     if phase.group in ("connect", "init", "begin"):
+        if answered:
+            return OLD
+        if phase.name == "begin: /pause":
+            return replace(OLD, marked=True)
+        if phase.name == "begin: start" and not done:
+            return replace(OLD, marked=True, paused=True)
         return OLD
+    if phase.group == "reset":
+        return replace(MIXTURE, weights="new")
     if phase.group == "update":
         weights = {
             "update: first byte": "mixture" if done else "old",
@@ -179,7 +190,7 @@ def _failed(phase: Phase, done: bool) -> Outcome:
             "update: answer": "new",
         }[phase.name]
         return replace(MIXTURE, weights=weights)
-    paused = phase.group in ("finish", "reset") or not done
+    paused = phase.group == "finish" or not done
     return Outcome(paused=paused, marked=paused)
 
 
@@ -201,7 +212,8 @@ def _of_http(phase: Phase, kind: str) -> Outcome:
             "update: middle": THROUGH,
             "update: answer": THROUGH,
         }.get(phase.name, says)
-    return _raises(_failed(phase, kind in DONE), error, says, phase)
+    answered = kind not in ("closed", "never")
+    return _raises(_failed(phase, kind in DONE, answered), error, says, phase)
 
 
 def _of_process(phase: Phase, kind: str) -> Outcome:
@@ -218,7 +230,9 @@ def _of_process(phase: Phase, kind: str) -> Outcome:
         if phase.group == "init":
             return _raises(OLD, DeadlineExceeded, f"ranks [{WORKERS}] have not joined ", phase)
         return _raises(_stuck(MIXTURE), DeadlineExceeded, STUCK, phase)
-    noticed = replace(phase, path="/weight_info") if phase.name == "update: answer" else phase
+    noticed = (
+        replace(phase, path="/reset_prefix_cache") if phase.name == "update: answer" else phase
+    )
     if phase.name == "begin: /is_paused":
         noticed = replace(phase, path="")  # /weight_info is asked at once with it
     if kind == "server killed":
@@ -226,8 +240,10 @@ def _of_process(phase: Phase, kind: str) -> Outcome:
     says = _HTTP_ERRORS["never"][1]
     # What was sent to it while it was stopped is done once it goes on.
     state = _failed(noticed, done=True)
-    if phase.group == "reset":
-        state = Outcome(paused=True)  # it could not be marked
+    if phase.group == "begin":
+        # It does not answer any more, so nothing is undone.
+        which = [each.name for each in PHASES if each.group == "begin"].index(phase.name)
+        state = replace(OLD, marked=which >= 1, paused=which >= 2)
     if phase.group == "init":
         says = " have not joined "
     elif phase.group == "update" and not past:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import time
+
 import pytest
 import torch
 
@@ -11,6 +14,7 @@ from streamer.drivers.mark import INCOMPLETE
 SPECS = [TensorSpec("w", torch.bfloat16, (2, 3)), TensorSpec("scale", torch.float32, ())]
 START_WITH = "VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"
 MARK = f"{INCOMPLETE}v2"
+"""Without what tells it from the mark of another sync to the same version; so below."""
 PAUSE = "/pause?mode=keep"
 RESET = "/reset_prefix_cache?reset_running_requests=true"
 
@@ -25,6 +29,7 @@ class FakeVllm:
         self.weight_version: str | None = "default"
         self.paused = self.updating = False
         self.failing: dict[str, tuple[int, object]] = {}
+        self.late: tuple[str, float, bool] | None = None
         for path in ("/version", "/get_world_size", "/server_info", "/is_paused", "/weight_info"):
             fake.routes[f"GET {path}"] = lambda handler, path=path: self.answer(handler, path)
         for path in (
@@ -43,17 +48,32 @@ class FakeVllm:
     def fail(self, path, status=500, content="made to fail", times=1):
         self.failing[path] = (status, content, times)
 
+    def delay(self, path, seconds, first=False):
+        """The next call of ``path`` is answered late; ``first``: and carried out late."""
+        self.late = (path, seconds, first)
+
     def answer(self, handler, path):
+        if self.late and self.late[0] in ("/", path):
+            _, seconds, first = self.late
+            if self.late[0] != "/":
+                self.late = None
+            if first:
+                time.sleep(seconds)
+            self.answer_now(handler, path, 0 if first else seconds)
+        else:
+            self.answer_now(handler, path, 0)
+
+    def answer_now(self, handler, path, delay):
         status, content, times = self.failing.get(path, (0, None, 0))
         if times:
             self.failing[path] = (status, content, times - 1)
-            return self.reply(content, status)(handler)
+            return self.reply(content, status, delay=delay)(handler)
         body = handler.call.body
         try:
             content = getattr(self, "do" + path.replace("/", "_"))(body)
         except RuntimeError as error:
-            return self.reply({"error": {"message": str(error)}}, 500)(handler)
-        return self.reply(content)(handler)
+            return self.reply({"error": {"message": str(error)}}, 500, delay=delay)(handler)
+        return self.reply(content, delay=delay)(handler)
 
     def do_version(self, body):
         return {"version": self.version}
@@ -109,7 +129,9 @@ class FakeVllm:
 
     def do_finish_weight_update(self, body):
         if not self.updating:
-            raise RuntimeError("no update is active")
+            raise RuntimeError(
+                "finish_weight_update called without a matching start_weight_update."
+            )
         self.updating = False
         if body["weight_version"] is not None:
             self.weight_version = body["weight_version"]
@@ -118,7 +140,7 @@ class FakeVllm:
     @property
     def serves(self):
         """What a user sees: the weights' name, whether it is paused, whether an update is open."""
-        return self.weight_version, self.paused, self.updating
+        return without_token(self.weight_version), self.paused, self.updating
 
 
 def call_of(packed=True, specs=SPECS):
@@ -149,5 +171,9 @@ def steps(vllm):
         if call.method == "POST":
             body = call.body or {}
             values = [v for k, v in body.items() if k in ("new_version", "weight_version")]
-            found.append(" ".join([call.path, *map(str, values)]))
+            found.append(" ".join([call.path, *map(without_token, map(str, values))]))
     return found
+
+
+def without_token(version):
+    return version and re.sub(rf"^({INCOMPLETE}.*)#[0-9a-f]{{8}}$", r"\1", version)

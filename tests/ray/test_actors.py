@@ -160,7 +160,9 @@ def test_an_actor_that_raises_is_named_and_ends_the_push(
             session.push(make_source(weights(1)), weight_version="new")
         assert repr(bad) in str(caught.value)
         if flows:
-            assert [state(actor) for actor in (good, bad)] == [[f"{INCOMPLETE}new", True]] * 2
+            for version, paused in (state(good), state(bad)):
+                assert version.startswith(f"{INCOMPLETE}new#")
+                assert paused
             assert set(caught.value.held) == {repr(good), repr(bad)}
         else:
             assert [state(actor) for actor in (good, bad)] == [["old", False]] * 2
@@ -221,10 +223,11 @@ def test_an_actor_that_dies_is_named_and_the_others_go_on(start_actor, make_sour
 
 def test_an_actor_that_does_not_answer_is_given_up(start_actor, make_source, weights, holds):
     actor = start_actor(Actor)
-    options = {**OPTIONS, "timeouts": Timeouts(connect=20, progress=1)}
+    # As long as a machine that is busy may take for a chunk.
+    options = {**OPTIONS, "timeouts": Timeouts(connect=20, progress=8)}
     with streamer.connect(on_cpu(actor), **options) as session:
-        ray.get(actor.misbehave.remote(start=4))
-        with pytest.raises(DeadlineExceeded, match=r"start_weight_update: no answer after 1"):
+        ray.get(actor.misbehave.remote(start=11))
+        with pytest.raises(DeadlineExceeded, match=r"start_weight_update: no answer after 8"):
             session.push(make_source(weights(1)))
         ray.get(actor.is_paused.remote())  # it is through
         session.push(make_source(weights(2)))

@@ -157,7 +157,7 @@ def test_a_trainer_that_dies_leaves_a_server_that_goes_on(server, session, push,
                 break
             except StreamerError:
                 time.sleep(0.5)
-        assert server.weight_version == f"{INCOMPLETE}from-a-trainer"
+        assert server.weight_version.startswith(f"{INCOMPLETE}from-a-trainer#")
         assert server.paused
         push(one, [server], weights(3))
 
@@ -179,7 +179,7 @@ def test_a_signal_completes_the_stream_first(server, session, push, number):
         assert "holds a mixture" in error
     else:
         assert process.returncode == -signal.SIGTERM
-    assert server.weight_version == f"{INCOMPLETE}from-a-trainer"
+    assert server.weight_version.startswith(f"{INCOMPLETE}from-a-trainer#")
     server.heal()
     push(session(server), [server], weights(3))
 

@@ -34,13 +34,7 @@ def test_one_setting_is_obeyed_by_every_endpoint(driver, vllm, path, use):
     timeouts = Timeouts(connect=0.4, progress=0.4)
     one = driver(timeouts, probe=path in ("/version", "/get_world_size"))
     one.probe()
-    plain = vllm.reply
-
-    def slow(*args, **options):
-        late = vllm.fake.calls[-1].path.partition("?")[0] == path
-        return plain(*args, **options, delay=2 if late else 0)
-
-    vllm.reply = slow
+    vllm.delay(path, 2)
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded) as caught:
         use(one)
@@ -52,8 +46,7 @@ def test_an_update_has_no_deadline_of_its_own_and_can_be_cancelled(driver, vllm,
     """It lasts as long as the bytes flow: the broadcast watches the time."""
     one = driver(Timeouts(connect=0.4, progress=0.4))
     one.begin("v2")
-    plain = vllm.reply
-    vllm.reply = lambda *args, **options: plain(*args, **options, delay=30)
+    vllm.delay("/update_weights", 30)
     errors = []
 
     def update():
@@ -79,8 +72,7 @@ def test_a_clean_up_has_a_short_deadline(driver, vllm, monkeypatch):
     monkeypatch.setattr(module, "_CLEAN_UP_SECONDS", 0.3)
     one = driver(Timeouts(60, 60))
     one.begin("v2")
-    plain = vllm.reply
-    vllm.reply = lambda *args, **options: plain(*args, **options, delay=5)
+    vllm.delay("/", 5)
     started = time.monotonic()
     said = one.abandon()
     assert time.monotonic() - started < 3

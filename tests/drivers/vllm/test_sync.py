@@ -28,8 +28,8 @@ def test_the_order_of_calls(driver, vllm):
         "/start_weight_update",
         "/update_weights",
         "/update_weights",
-        "/finish_weight_update v2",
         RESET,
+        "/finish_weight_update v2",
         "/resume",
     ]
     assert vllm.serves == ("v2", False, False)
@@ -77,6 +77,15 @@ def test_pausing_can_be_left_to_the_caller(driver, vllm):
     sync(one, "v2")
     assert not [step for step in steps(vllm) if "pause" in step or "resume" in step]
     assert vllm.paused
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_server_that_goes_on_generating_is_reset_after_the_finish(driver, vllm, paused):
+    """Up to then it computes keys and values of a mixture."""
+    vllm.paused = paused
+    sync(driver(pause="none"), "v2")
+    ends = [RESET, "/finish_weight_update v2"]
+    assert steps(vllm)[-2:] == (ends if paused else ends[::-1])
 
 
 def test_a_server_that_was_paused_stays_paused(driver, vllm):
