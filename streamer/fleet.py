@@ -210,7 +210,9 @@ class Fleet:
 
     def close(self) -> None:
         """Leave the servers, and drop connections and threads."""
-        self.leave()
-        for driver in self.drivers:
-            driver.close()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        try:
+            self.leave()
+        finally:
+            for driver in self.drivers:
+                driver.close()
+            self._pool.shutdown(wait=True, cancel_futures=True)

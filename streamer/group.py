@@ -327,11 +327,12 @@ class Group:
 
     def close(self) -> None:
         """Leave the group and free its memory; the workers of our own engine notice at once."""
-        self.transport.close()
-        if self.broadcaster is not None:
-            self.broadcaster.close()
-        if self.lifeline is not None:
-            self.lifeline.close()
+        with contextlib.ExitStack() as stack:  # what is left is closed also after a Ctrl-C
+            if self.lifeline is not None:
+                stack.callback(self.lifeline.close)
+            if self.broadcaster is not None:
+                stack.callback(self.broadcaster.close)
+            stack.callback(self.transport.close)
 
 
 def _first_error(futures: Sequence[Future[None]]) -> BaseException | None:

@@ -122,6 +122,8 @@ class Interrupts:
             signal.raise_signal(self._pending)
         except BaseException as ended:
             # What is raised now hides the error, which says what the servers hold.
-            for note in getattr(error, "__notes__", ()):
+            held = error.held if isinstance(error, StreamerError) else {}
+            states = [f"{url} {state}" for url, state in held.items()]
+            for note in [*states, *getattr(error, "__notes__", ())]:
                 ended.add_note(note)
             raise

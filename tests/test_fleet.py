@@ -139,8 +139,15 @@ except KeyboardInterrupt as error:
 """
 
 
-@pytest.mark.parametrize("path", ["/pause", "/update_weight_version", "/start_weight_update"])
-def test_ctrl_c_does_not_wait_for_a_server_that_hangs_before_the_first_byte(server, path):
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/update_weight_version", "may be marked incomplete yet: that call was not answered"),
+        ("/pause", "but is marked incomplete: its pause was not answered"),
+        ("/start_weight_update", "is marked incomplete and left paused: its start was not answ"),
+    ],
+)
+def test_ctrl_c_does_not_wait_for_a_server_that_hangs_before_the_first_byte(server, path, says):
     streamer.push({"a": torch.zeros(3)}, server.url, weight_version="old")
     server.fail(path, delay=30, times=1)
     started = time.monotonic()
@@ -150,7 +157,8 @@ def test_ctrl_c_does_not_wait_for_a_server_that_hangs_before_the_first_byte(serv
         text=True,
         timeout=50,
     )
-    assert ended.stdout.startswith("interrupted"), ended.stderr
+    assert ended.stdout.startswith(f"interrupted {server.url} holds the old weights"), ended.stderr
+    assert says in ended.stdout
     assert time.monotonic() - started < 20
     # What was given up may still come, so a mark that is there stays.
     assert server.weight_version.startswith(INCOMPLETE) or not server.paused

@@ -8,16 +8,19 @@ not paused.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
+from weakref import WeakKeyDictionary
 
 import torch
 
 from streamer.drivers.base import ServerInfo
 from streamer.drivers.calls import Calls, takes
 from streamer.drivers.engine import Engine
+from streamer.drivers.mark import is_incomplete
 from streamer.drivers.vllm import VllmDriver
 from streamer.drivers.vllm_info import check_engine, is_world_size, shown
 from streamer.exceptions import IncompatibleServer, UsageError
@@ -28,18 +31,38 @@ from streamer.trace import Trace
 _NAMED = "give streamer.Engine(engine, {}=…)"
 
 
+_marks: WeakKeyDictionary[object, str] = WeakKeyDictionary()
+"""Of the engines of this process that have failed last."""
+
+
+def _kept_mark(target: object) -> str | None:
+    with contextlib.suppress(TypeError):  # no weak reference can be made to it
+        return _marks.get(target)
+    return None
+
+
+def _keep_mark(target: object, version: str) -> None:
+    with contextlib.suppress(TypeError):
+        if is_incomplete(version):
+            _marks[target] = version
+        else:
+            _marks.pop(target, None)
+
+
 class EngineClient:
     """What `HttpClient` is for a URL: routes in, JSON objects out. ``url`` is the engine's name.
 
-    The weight version is kept here for an engine that keeps none itself, or takes none.
+    The weight version is kept here for an engine that keeps none itself, or takes none; of such a
+    ``target`` the mark of a failed sync is there for the next client as well.
     """
 
-    def __init__(self, calls: Calls, trace: Trace) -> None:
+    def __init__(self, target: object, calls: Calls, trace: Trace) -> None:
         self.url = calls.name
         self.calls = calls
+        self._target = target
         self._trace = trace
         self._paused = False
-        self._version: str | None = None
+        self._version = _kept_mark(target)
         self._routes: dict[str, Callable[..., object]] = {
             "/init_weight_transfer_engine": self._init,
             "/shutdown_weight_transfer_engine": self._shutdown,
@@ -106,6 +129,7 @@ class EngineClient:
         elif takes(self.calls.parameters(method), name):
             self.call(method, timeout, **{name: weight_version})
             self._version = weight_version
+            _keep_mark(self._target, weight_version)
         else:
             self.call(method, timeout)
             self._name_weights(timeout, weight_version)
@@ -114,6 +138,7 @@ class EngineClient:
         if self.calls.has("update_weight_version"):
             self.call("update_weight_version", timeout, new_version)
         self._version = new_version
+        _keep_mark(self._target, new_version)
 
     def _weight_info(self, timeout: float | None) -> dict[str, Any]:
         if all(map(self.calls.has, ("get_weight_version", "update_weight_version"))):
@@ -169,7 +194,7 @@ class ObjectDriver(VllmDriver):
         verify: bool,
         trace: Trace,
     ) -> None:
-        self._client = EngineClient(calls, trace)
+        self._client = EngineClient(engine.target, calls, trace)
         super().__init__(self._client, clock=clock, pause=pause, backend=backend, verify=verify)
         self._engine = engine
         self._calls = calls

@@ -85,6 +85,16 @@ class Bare:
         self.inner.finish_weight_update()
 
 
+class Nameless(Bare):
+    """Can be paused, and keeps no version."""
+
+    def __init__(self, workers):
+        super().__init__(workers)
+        inner = self.inner
+        self.is_paused, self.pause_generation = inner.is_paused, inner.pause_generation
+        self.resume_generation = inner.resume_generation
+
+
 class TellsOnly(Bare):
     """Knows a version of its own, which nobody can change."""
 
@@ -471,6 +481,25 @@ class Stuck(LocalEngine):
     def close(self):
         self.go.set()
         super().close()
+
+
+def test_the_mark_of_an_engine_that_keeps_no_version_is_there_for_the_next_session(
+    make_engine, make_source, weights, holds
+):
+    """Or its pause would be taken for its user's, and stay."""
+    engine = make_engine(Nameless)
+    to = streamer.Engine(engine, world_size=1, backend="streamer", device="cpu")
+    engine.inner.update_weights = None
+    with pytest.raises(ServerRefused, match="holds a mixture"):
+        streamer.push(make_source(weights(1)), to, timeouts=TIMEOUTS)
+    assert engine.is_paused()
+    del engine.inner.update_weights
+    streamer.push(make_source(weights(2)), to, timeouts=TIMEOUTS)
+    assert holds(engine, weights(2))
+    assert not engine.is_paused()
+    engine.pause_generation()
+    streamer.push(make_source(weights(3)), to, timeouts=TIMEOUTS)
+    assert engine.is_paused()
 
 
 def test_a_call_that_does_not_end_is_given_up_at_its_deadline(
