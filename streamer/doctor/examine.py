@@ -11,6 +11,7 @@ from streamer.doctor.finding import Finding, fail
 from streamer.doctor.server import Server, each_once
 from streamer.drivers.base import ServerInfo
 from streamer.drivers.http import HttpClient
+from streamer.drivers.routes import HttpRoutes
 from streamer.drivers.vllm import VllmDriver
 from streamer.exceptions import StreamerError
 from streamer.options import Options
@@ -51,7 +52,9 @@ def examine(
             yield replace(found, server=server.url)
         if failed:
             continue
-        driver = VllmDriver(client, clock=clock, backend=options.backend, verify=options.verify)
+        driver = VllmDriver(
+            HttpRoutes(client), clock=clock, backend=options.backend, verify=options.verify
+        )
         try:
             servers.append(driver.probe())
         except StreamerError as error:

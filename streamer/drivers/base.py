@@ -42,32 +42,6 @@ class JoinInfo:
     num_buffers: int
 
 
-class Client(Protocol):
-    """Asks one server: a route and a JSON object in, a JSON object out.
-
-    Any thread may call. Raises `ServerError` or `DeadlineExceeded`, and repeats nothing.
-    """
-
-    url: str
-
-    def get(self, path: str, timeout: float) -> dict[str, Any]:
-        """Ask; changes nothing there."""
-
-    def post(
-        self, path: str, body: Mapping[str, Any] | None, timeout: float | None
-    ) -> dict[str, Any]:
-        """Have something done. Without a ``timeout`` only `cancel` ends it."""
-
-    def get_all(self, paths: Sequence[str], timeout: float) -> list[dict[str, Any]]:
-        """Ask several things at once, each within ``timeout`` seconds; the answers, in order."""
-
-    def hide(self, text: str) -> str:
-        """``text`` that may be shown: without the secrets that go with each call."""
-
-    def cancel(self) -> None:
-        """Wake every call under way on another thread; it raises. Later calls work."""
-
-
 class Driver(Protocol):
     """One server. Each method blocks until the server has answered, or raises a `StreamerError`.
 

@@ -17,9 +17,10 @@ class ChecksumProof:
     be computed here: they only tell whether anything has changed.
     """
 
-    def __init__(self, url: str, post: Callable[[str, dict[str, Any]], dict[str, Any]]) -> None:
+    def __init__(self, url: str, checksums: Callable[[], object]) -> None:
+        """``checksums()`` asks the server."""
         self._url = url
-        self._post = post
+        self._ask = checksums
         self._before: dict[str, Any] | None = None
         self._after: dict[str, Any] | None = None
         self._sent: Sent | None = None
@@ -56,7 +57,7 @@ class ChecksumProof:
 
     def _checksums(self) -> dict[str, Any]:
         started = time.monotonic()
-        sums = self._post("/weight_checker", {"action": "checksum"}).get("checksums")
+        sums = self._ask()
         self.seconds += time.monotonic() - started
         if not isinstance(sums, dict):
             raise IncompatibleServer(

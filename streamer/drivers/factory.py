@@ -13,6 +13,7 @@ from streamer.drivers.calls import Calls, LocalCalls
 from streamer.drivers.engine import Engine, EngineLike, missing_methods
 from streamer.drivers.http import HttpClient
 from streamer.drivers.objects import ObjectDriver
+from streamer.drivers.routes import HttpRoutes
 from streamer.drivers.vllm import VllmDriver
 from streamer.exceptions import UsageError
 from streamer.options import Options
@@ -49,15 +50,16 @@ def listed(to: Servers | None) -> list[str | Engine]:
 def make_driver(server: str | Engine, options: Options, clock: Clock) -> Driver:
     """The driver of one server of `listed`."""
     if isinstance(server, str):
+        client = HttpClient(
+            server,
+            connect_timeout=options.timeouts.connect,
+            headers=options.headers,
+            ca_bundle=options.ca_bundle,
+            trust_env=options.trust_env,
+            trace=options.trace,
+        )
         return VllmDriver(
-            HttpClient(
-                server,
-                connect_timeout=options.timeouts.connect,
-                headers=options.headers,
-                ca_bundle=options.ca_bundle,
-                trust_env=options.trust_env,
-                trace=options.trace,
-            ),
+            HttpRoutes(client),
             clock=clock,
             pause=options.pause,
             backend=options.backend,

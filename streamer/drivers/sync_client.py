@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlencode
 
 from streamer.drivers.http import HttpClient
+from streamer.drivers.routes import HttpRoutes
 from streamer.drivers.vllm_info import check_world_size
 from streamer.exceptions import UsageError, one_line
 from streamer.trace import Trace
@@ -39,7 +40,7 @@ class WeightSyncClient:
         if not timeout > 0:
             raise UsageError(f"timeout must be a time in seconds, not {timeout:g}")
         self._timeout = timeout
-        self._http = HttpClient(
+        client = HttpClient(
             url,
             connect_timeout=timeout,
             headers=headers,
@@ -47,66 +48,71 @@ class WeightSyncClient:
             trust_env=trust_env,
             trace=trace,
         )
-        self.url = self._http.url
+        self._routes = HttpRoutes(client)
+        self.url = client.url
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         """Have the workers join; returns when all have, so the trainer must join meanwhile."""
-        self._post("/init_weight_transfer_engine", {"init_info": init_info})
+        with _json("init_info"):
+            self._routes.init(init_info, self._timeout)
 
     def shutdown_weight_transfer_engine(self) -> None:
         """Have the workers leave."""
-        self._post("/shutdown_weight_transfer_engine")
+        self._routes.shutdown(self._timeout)
 
     def start_weight_update(self) -> None:
         """Open an update."""
-        self._post("/start_weight_update")
+        self._routes.start(self._timeout)
 
     def update_weights(self, update_info: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Have the workers receive; returns when they have."""
-        self._post("/update_weights", {"update_info": update_info})
+        with _json("update_info"):
+            self._routes.update(update_info, self._timeout)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Close the update, and name the weights if a name is given."""
-        self._post("/finish_weight_update", {"weight_version": weight_version})
+        with _json("weight_version"):
+            self._routes.finish(weight_version, self._timeout)
 
     def get_world_size(self) -> int:
         """How many workers the server has."""
-        size = self._http.get("/get_world_size", self._timeout).get("world_size")
+        size = self._routes.get("/get_world_size", self._timeout).get("world_size")
         return check_world_size(self.url, size)
 
     def update_weight_version(self, new_version: str) -> None:
         """Name the weights that are there."""
-        self._post("/update_weight_version", {"new_version": new_version})
+        with _json("new_version"):
+            self._routes.name_weights(new_version, self._timeout)
 
     def get_weight_version(self) -> str | None:
         """What the server calls its weights."""
-        version: str | None = self._http.get("/weight_info", self._timeout).get("weight_version")
-        return version
+        return self._routes.weight_version(self._timeout)
 
     def pause_generation(self, mode: str = "keep") -> None:
         """Stop generating; ``keep`` has requests wait, ``wait`` ends them first, ``abort`` cuts."""
-        self._post("/pause?" + urlencode({"mode": mode}))
+        self._routes.pause(mode, self._timeout)
 
     def resume_generation(self) -> None:
         """Go on generating."""
-        self._post("/resume")
+        self._routes.resume(self._timeout)
 
     def is_paused(self) -> bool:
         """Whether the server is paused."""
-        return self._http.get("/is_paused", self._timeout)["is_paused"] is True
+        return self._routes.is_paused(self._timeout)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
         """Drop keys and values of the old weights; those of waiting requests too, if asked."""
-        running = "?reset_running_requests=true" if reset_running_requests else ""
-        self._post(f"/reset_prefix_cache{running}")
+        self._routes.reset_prefix_cache(reset_running_requests, self._timeout)
 
     def cancel(self) -> None:
         """End every call under way on another thread; it raises `ServerUnreachable`."""
-        self._http.cancel()
+        self._routes.cancel()
 
-    def _post(self, path: str, body: Mapping[str, Any] | None = None) -> None:
-        try:
-            self._http.post(path, body, self._timeout)
-        except (TypeError, ValueError) as error:  # of the body, which has one key
-            what = ", ".join(body or ())
-            raise UsageError(f"this {what} cannot go over HTTP: {one_line(error)}") from error
+
+@contextlib.contextmanager
+def _json(name: str) -> Iterator[None]:
+    """A call with ``name`` in its body. Raises `UsageError` where that is not JSON."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"this {name} cannot go over HTTP: {one_line(error)}") from error

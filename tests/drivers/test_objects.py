@@ -21,7 +21,7 @@ from streamer import (
     Timeouts,
     UsageError,
 )
-from streamer.drivers import vllm
+from streamer.drivers import recovery
 from streamer.drivers.calls import LocalCalls
 from streamer.drivers.mark import INCOMPLETE
 from streamer.testing.engine import LocalEngine
@@ -505,7 +505,7 @@ def test_the_mark_of_an_engine_that_keeps_no_version_is_there_for_the_next_sessi
 def test_a_call_that_does_not_end_is_given_up_at_its_deadline(
     make_engine, make_source, weights, holds, monkeypatch
 ):
-    monkeypatch.setattr(vllm, "_CLEAN_UP_SECONDS", 0.5)
+    monkeypatch.setattr(recovery, "CLEAN_UP_SECONDS", 0.5)
     engine = make_engine(Stuck)
     with streamer.connect(engine, timeouts=Timeouts(connect=10, progress=1)) as session:
         session.push(make_source(weights()), weight_version="old")

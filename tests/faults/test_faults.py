@@ -37,7 +37,7 @@ from fault_table import (
 from streamer import Session, StreamerError, Timeouts
 from streamer import group as group_module
 from streamer import session as session_module
-from streamer.drivers import vllm
+from streamer.drivers import recovery
 from streamer.drivers.mark import INCOMPLETE
 
 pytestmark = pytest.mark.timeout(130)
@@ -61,7 +61,7 @@ def small_plans_and_deadlines(monkeypatch):
     monkeypatch.setattr(
         session_module, "make_plan", lambda *a, **k: plain(*a, **k, call_size=CALL_SIZE)
     )
-    monkeypatch.setattr(vllm, "_CLEAN_UP_SECONDS", 1.0)
+    monkeypatch.setattr(recovery, "CLEAN_UP_SECONDS", 1.0)
     monkeypatch.setattr(group_module, "_ANSWER_SECONDS", 0.5)
 
 

@@ -14,7 +14,7 @@ from fault_proxy import Fault, FaultProxy
 from fault_table import CALLS, UPDATE
 from streamer import DeadlineExceeded, ServerRefused, ServerUnreachable, Timeouts
 from streamer import session as session_module
-from streamer.drivers import vllm
+from streamer.drivers import recovery
 from streamer.drivers.mark import INCOMPLETE
 
 pytestmark = pytest.mark.timeout(90)
@@ -160,7 +160,7 @@ def test_if_one_dies_while_it_receives_it_alone_has_to_be_restarted(
 def test_if_one_is_stopped_the_others_are_not_left_in_the_broadcast(
     servers, proxies, make_source, monkeypatch
 ):
-    monkeypatch.setattr(vllm, "_CLEAN_UP_SECONDS", 1.0)
+    monkeypatch.setattr(recovery, "CLEAN_UP_SECONDS", 1.0)
     timeouts = Timeouts(connect=10, progress=2)
     urls = [proxy.url for proxy in proxies]
     with streamer.connect(urls, timeouts=timeouts, buffer_size=BUFFER_SIZE) as session:

@@ -7,6 +7,7 @@ import pytest
 from kit_fake_vllm import FakeVllm
 from streamer import Timeouts
 from streamer.drivers.http import HttpClient
+from streamer.drivers.routes import HttpRoutes
 from streamer.drivers.vllm import VllmDriver
 from streamer.timeouts import Clock
 
@@ -23,7 +24,7 @@ def driver(vllm):
     def make(timeouts=None, probe=True, headers=None, **options):
         timeouts = timeouts or Timeouts(5, 5)
         client = HttpClient(vllm.fake.url, connect_timeout=timeouts.connect, headers=headers)
-        made.append(VllmDriver(client, clock=Clock(timeouts), **options))
+        made.append(VllmDriver(HttpRoutes(client), clock=Clock(timeouts), **options))
         if probe:
             made[-1].probe()
             vllm.fake.calls.clear()

@@ -9,7 +9,7 @@ import pytest
 
 from kit_fake_vllm import call_of
 from streamer import DeadlineExceeded, ServerUnreachable, Timeouts
-from streamer.drivers import vllm as module
+from streamer.drivers import recovery
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -69,7 +69,7 @@ def test_an_update_has_no_deadline_of_its_own_and_can_be_cancelled(driver, vllm,
 
 
 def test_a_clean_up_has_a_short_deadline(driver, vllm, monkeypatch):
-    monkeypatch.setattr(module, "_CLEAN_UP_SECONDS", 0.3)
+    monkeypatch.setattr(recovery, "CLEAN_UP_SECONDS", 0.3)
     one = driver(Timeouts(60, 60))
     one.begin("v2")
     vllm.delay("/", 5)

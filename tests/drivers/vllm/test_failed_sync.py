@@ -9,7 +9,7 @@ import pytest
 
 from kit_fake_vllm import MARK, call_of, commit_fails, sync
 from streamer import DeadlineExceeded, ServerError, ServerRefused, Timeouts
-from streamer.drivers import vllm as module
+from streamer.drivers import recovery
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -89,7 +89,7 @@ def test_what_may_still_be_carried_out_keeps_the_mark(driver, vllm, path, left, 
 def test_the_first_step_of_a_release_that_fails_is_the_last(
     driver, vllm, monkeypatch, path, left, how
 ):
-    monkeypatch.setattr(module, "_CLEAN_UP_SECONDS", 0.3)
+    monkeypatch.setattr(recovery, "CLEAN_UP_SECONDS", 0.3)
     one = driver()
     one.begin("v2")
     vllm.fake.calls.clear()
@@ -108,7 +108,7 @@ def test_the_first_step_of_a_release_that_fails_is_the_last(
 
 
 def test_a_server_that_hangs_is_asked_once(driver, vllm, monkeypatch):
-    monkeypatch.setattr(module, "_CLEAN_UP_SECONDS", 0.3)
+    monkeypatch.setattr(recovery, "CLEAN_UP_SECONDS", 0.3)
     one = driver()
     one.begin("v2")
     vllm.delay("/", 2)
