@@ -11,7 +11,7 @@ WORKERS := $(shell n=$$(nproc); echo $$((n < 8 ? 2 * n : n)))
 UNIT := -n $(WORKERS) --ignore=tests/interop --ignore=tests/gpu --ignore=tests/integrations/trl \
     --ignore=tests/ray
 # What goes through all that is installed: entry points, every command, pushes to a server.
-WHEEL := $(patsubst %,tests/cli/test_%.py,demo help push sources) $(wildcard tests/test_registry*.py)
+WHEEL := $(patsubst %,tests/cli/test_%.py,demo help push sources) tests/test_plugins.py $(wildcard tests/test_registry*.py)
 
 # Material for MkDocs tells of a coming MkDocs at each build; no release of it is taken unseen.
 DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
