@@ -90,7 +90,7 @@ def ours(
     num_buffers: int,
     trace: str | None,
 ) -> list[streamer.Report]:
-    record = streamer.Trace()
+    record = streamer.Trace(enabled=False)
     with streamer.connect(
         url, packed=packed, buffer_size=buffer_size, num_buffers=num_buffers, trace=record
     ) as session:

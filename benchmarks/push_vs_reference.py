@@ -60,7 +60,7 @@ def connected(arguments: argparse.Namespace) -> dict[str, float]:
 
     results: dict[str, float] = {}
     for mode in arguments.modes.split(","):
-        record = library.Trace()
+        record = library.Trace(enabled=False)
         with library.connect(arguments.url, packed=mode == "packed", trace=record) as session:
             reports = [session.push(arguments.checkpoint) for _ in range(arguments.repeats + 1)]
             if arguments.trace:

@@ -71,7 +71,7 @@ class Options:
     ca_bundle: str | None = None
     trust_env: bool = False
     verify: bool = False
-    trace: Trace = field(default_factory=Trace)
+    trace: Trace = field(default_factory=lambda: Trace(enabled=False))
     on_event: Callable[[Event], None] | None = None
 
     @classmethod

@@ -24,7 +24,7 @@ class Trace:
     stream, on a row with the stream's name.
     """
 
-    def __init__(self, enabled: bool = False) -> None:
+    def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
         self._events: list[dict[str, Any]] = []
         self._device: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []

@@ -24,7 +24,7 @@ def measure_push(
     nbytes = sum(spec.nbytes for spec in specs_of(source))
     for size in SIZES:
         if size == SIZES[0] or size * _LEAST_CHUNKS <= nbytes:
-            with connect(urls, **_with(options, size, Trace())) as session:
+            with connect(urls, **_with(options, size, Trace(enabled=False))) as session:
 
                 def run(session: Session = session) -> float:
                     return session.push(source, force=True).seconds.total
@@ -40,7 +40,7 @@ def trace_push(
     source: WeightSource, urls: Sequence[str], size: int, options: ConnectOptions, path: Path
 ) -> None:
     """Write the timeline of one connected push with chunks of ``size`` bytes to ``path``."""
-    trace = Trace()
+    trace = Trace(enabled=False)
     with connect(urls, **_with(options, size, trace)) as session:
         session.push(source, force=True)
         trace.enabled = True

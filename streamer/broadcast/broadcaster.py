@@ -55,7 +55,7 @@ class Broadcaster:
         self._transport = transport
         self._num_buffers = num_buffers
         self._progress = progress_timeout
-        self._trace = trace or Trace()
+        self._trace = trace or Trace(enabled=False)
         self._stage = Stage(transport.device, threads, self._trace)
         self._ring = Ring(self._stage.allocate(0))
         cuda = transport.device.type == "cuda"

@@ -37,10 +37,10 @@ def tracing(path: Path | None) -> Iterator[Trace]:
     from streamer.trace import Trace
 
     if path is None:
-        yield Trace()
+        yield Trace(enabled=False)
         return
     check_writable(path, "--trace")
-    trace = Trace(enabled=True)
+    trace = Trace()
     try:
         yield trace
     except BaseException:

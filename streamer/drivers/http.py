@@ -73,7 +73,7 @@ class HttpClient:
         self._base = normalize_url(url)
         self.url = hide_user(self._base)
         self._connect_timeout = connect_timeout
-        self._trace = trace or Trace()
+        self._trace = trace or Trace(enabled=False)
         headers = headers or {}
         _check_headers(headers)
         if ca_bundle is not None and not os.path.exists(ca_bundle):

@@ -52,7 +52,7 @@ def stage():
     made: list[Stage] = []
 
     def make(threads=3):
-        made.append(Stage(torch.device("cpu"), threads, Trace()))
+        made.append(Stage(torch.device("cpu"), threads, Trace(enabled=False)))
         return made[-1]
 
     yield make

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import streamer
 from streamer import StreamerError, Trace
 
 pytestmark = pytest.mark.timeout(60)
@@ -35,6 +37,15 @@ def test_a_push_that_fails_says_that_first(run: Callable[..., Any], checkpoint: 
     assert error.startswith("streamer: error: GET http://127.0.0.1:9/version: Connection refused")
 
 
+def test_a_trace_records_unless_it_is_told_not_to(tmp_path: Path, server: Any) -> None:
+    for trace, some in ((Trace(), True), (Trace(enabled=False), False)):
+        streamer.push({"a": torch.zeros(3)}, server.url, trace=trace)
+        trace.write(tmp_path / "trace.json")
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        names = {event["name"].replace(server.url, "") for event in events}
+        assert ("POST /resume" in names) is some
+
+
 def test_a_timeline_that_cannot_be_written_is_an_error_of_ours(tmp_path: Path) -> None:
     with pytest.raises(StreamerError, match=r"cannot write the timeline .*: No such file"):
-        Trace(enabled=True).write(tmp_path / "nowhere" / "trace.json")
+        Trace().write(tmp_path / "nowhere" / "trace.json")

@@ -42,7 +42,7 @@ def test_no_secret_is_shown(proxy, server, make_source, caplog, capfd, tmp_path,
     caplog.set_level(logging.DEBUG)
     shown: list[str] = []
     failed = 0
-    trace = Trace(enabled=True)
+    trace = Trace()
     for path in PATHS if how else PATHS[:1]:
         server.post("/resume")  # what the last one has left paused
         before = len(shown)

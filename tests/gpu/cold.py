@@ -32,7 +32,7 @@ def main(url: str, checkpoint: str, timeline: str) -> None:
 
     make_app()
     at("streamer")
-    trace = streamer.Trace(enabled=True)
+    trace = streamer.Trace()
     session = streamer.Session(url, trace=trace)
     at("session")
     source = streamer.open_source(checkpoint)
