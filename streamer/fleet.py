@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 from streamer.drivers.base import Driver, ServerInfo
@@ -129,9 +130,12 @@ class Fleet:
             failed = next((future for future in done if future.exception() is not None), None)
             if others and not to_the_end:
                 _, others = wait(others, _GRACE_SECONDS)
-            for driver, future in zip(self.drivers, futures, strict=True):
-                if future in others and not to_the_end:
-                    driver.cancel()
+            while others and not to_the_end:
+                # Again and again: one may have been between two calls.
+                for driver, future in zip(self.drivers, futures, strict=True):
+                    if future in others:
+                        driver.cancel()
+                _, others = wait(others, 0.1)
             wait(others)
         except BaseException:
             self.cancel()
@@ -190,18 +194,15 @@ class Fleet:
     def wake(self) -> None:
         """From any thread or signal handler: give up what a sync waits for while it begins.
         After that the stream is completed."""
-        if self.group is not None and self.group.beginning:
-            self._cancel_beside()
+        group = self.group
+        if group is not None:
+            _beside(partial(group.while_beginning, self.cancel))
 
     def insist(self) -> None:
         """From any thread or signal handler: end the broadcast and the calls under way."""
         if self.group is not None:
             self.group.transport.abort("interrupted")
-        self._cancel_beside()
-
-    def _cancel_beside(self) -> None:
-        # A handler of signals runs on a thread that may hold the lock that this waits for.
-        threading.Thread(target=self.cancel, name="streamer-cancel", daemon=True).start()
+        _beside(self.cancel)
 
     def _drop_group(self) -> None:
         group, self.group = self.group, None
@@ -216,3 +217,8 @@ class Fleet:
             for driver in self.drivers:
                 driver.close()
             self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _beside(step: Callable[[], None]) -> None:
+    """A handler of signals runs on a thread that may hold the lock that ``step`` waits for."""
+    threading.Thread(target=step, name="streamer-cancel", daemon=True).start()

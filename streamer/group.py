@@ -58,7 +58,8 @@ class Group:
         self._submit = submit
         self.world_size = 1 + sum(server.world_size for server in servers)
         self.flowing = False
-        self.beginning = False
+        self._beginning = False
+        self._turn = threading.Lock()  # held while that changes, or is acted upon
         self.sent: Sent | None = None
         self.verify_seconds = 0.0
         self._verify = options.verify
@@ -178,7 +179,7 @@ class Group:
     ) -> None:
         """Run ``begin()``, then every call of ``plan``, while this thread reads ``payloads``.
 
-        `beginning` is true while ``begin()`` runs, which may be given up. `flowing` tells
+        ``begin()`` may be given up: see `while_beginning`. `flowing` tells
         afterwards whether any worker may have received something, and `sent` what
         was sent if that is to be verified; `verify_seconds` is what that has cost, on the rank
         where it took longest. If the source was what failed, the group is whole; if its transport
@@ -189,11 +190,12 @@ class Group:
         digests: list[str] = []
 
         def conduct(stream: ChunkStream) -> None:
-            self.beginning = True
+            self._beginning = True
             try:
                 begin()
             finally:
-                self.beginning = False
+                with self._turn:
+                    self._beginning = False
             for number, call in enumerate(plan.calls, start=1):
                 if stream.look() is not None:
                     return
@@ -319,6 +321,15 @@ class Group:
             if not wait(futures, 0.1).not_done:
                 return True
         return False
+
+    def while_beginning(self, step: Callable[[], None]) -> None:
+        """From any thread, but no handler of signals: run ``step`` if ``begin()`` of a sync does.
+
+        What follows on ``begin()`` waits for it: no call of an update is hit by what is for it.
+        """
+        with self._turn:
+            if self._beginning:
+                step()
 
     def stop(self, error: BaseException) -> None:
         """From any thread: end the sync under way as if its source had failed with ``error``."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import streamer
-from streamer import ServerRefused, ServerUnreachable, Timeouts
+from streamer import PushCancelled, ServerRefused, ServerUnreachable, Timeouts
 from streamer import fleet as fleet_module
 from streamer.drivers.mark import INCOMPLETE
 from streamer.fleet import Fleet
@@ -93,7 +93,11 @@ def test_a_wait_is_given_up_only_while_a_sync_begins(fleet, beginning, eventuall
     hanging = Hanging("a")
     one = fleet(hanging)
     transport = SimpleNamespace(abort=lambda reason: None)
-    one.group = SimpleNamespace(beginning=beginning, transport=transport, close=lambda: None)
+    one.group = SimpleNamespace(
+        while_beginning=lambda step: step() if beginning else None,
+        transport=transport,
+        close=lambda: None,
+    )
     one.wake()
     if not beginning:
         time.sleep(0.1)
@@ -101,6 +105,31 @@ def test_a_wait_is_given_up_only_while_a_sync_begins(fleet, beginning, eventuall
         one.insist()
     eventually(hanging.cancelled.is_set)
     one.group = None
+
+
+def test_what_is_given_up_as_a_sync_begins_hits_nothing_that_follows(server, monkeypatch):
+    """The thread that does so is late, and comes to it when the begin is through."""
+    streamer.push({"a": torch.zeros(3)}, server.url, weight_version="old")
+    with streamer.connect(server.url) as session:
+        (driver,) = session._fleet.drivers
+        cancel, begin = session._fleet.cancel, driver.begin
+
+        def late():
+            time.sleep(0.3)
+            cancel()
+
+        def begin_and_be_cancelled(version):
+            begin(version)
+            session.cancel()
+            time.sleep(0.1)
+
+        server.fail("/finish_weight_update", 0, delay=0.8)  # for which a release waits
+        monkeypatch.setattr(session._fleet, "cancel", late)
+        monkeypatch.setattr(driver, "begin", begin_and_be_cancelled)
+        with pytest.raises(PushCancelled) as caught:
+            session.push({"a": torch.ones(3)})
+    assert caught.value.held == {}
+    assert (server.paused, server.weight_version) == (False, "old")
 
 
 PUSHER = """
@@ -142,9 +171,9 @@ except KeyboardInterrupt as error:
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("/update_weight_version", "may be marked incomplete yet: that call was not answered"),
-        ("/pause", "but is marked incomplete: its pause was not answered"),
-        ("/start_weight_update", "is marked incomplete and left paused: its start was not answ"),
+        ("/update_weight_version", "and may yet be marked incomplete"),
+        ("/pause", "but is marked incomplete: its pause may still"),
+        ("/start_weight_update", "is marked incomplete and left paused: its start may still"),
     ],
 )
 def test_ctrl_c_does_not_wait_for_a_server_that_hangs_before_the_first_byte(server, path, says):

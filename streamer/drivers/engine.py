@@ -39,7 +39,8 @@ class EngineLike(Protocol):
 
     @property
     def finish_weight_update(self) -> Callable[..., Any]:
-        """Close the update. Given ``weight_version`` if it takes a parameter of this name."""
+        """Close the update. Given ``weight_version`` if it takes a parameter of this name and there
+        is no ``update_weight_version``, which is called otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from typing import TypeAlias
 from streamer.drivers.base import Driver
 from streamer.drivers.calls import Calls, LocalCalls
 from streamer.drivers.engine import Engine, EngineLike, missing_methods
+from streamer.drivers.engine_routes import EngineRoutes
 from streamer.drivers.http import HttpClient
-from streamer.drivers.objects import ObjectDriver
 from streamer.drivers.routes import HttpRoutes
 from streamer.drivers.vllm import VllmDriver
 from streamer.exceptions import UsageError
@@ -65,14 +65,12 @@ def make_driver(server: str | Engine, options: Options, clock: Clock) -> Driver:
             backend=options.backend,
             verify=options.verify,
         )
-    return ObjectDriver(
-        server,
-        _calls(server),
+    return VllmDriver(
+        EngineRoutes(server, _calls(server), options.trace),
         clock=clock,
         pause=options.pause,
         backend=options.backend,
         verify=options.verify,
-        trace=options.trace,
     )
 
 

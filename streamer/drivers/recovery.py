@@ -1,14 +1,14 @@
-"""What is done to a server after a sync, or one that failed: nobody takes a mixture for weights.
+"""How a server is left, after a sync that failed above all: nobody takes a mixture for weights.
 
 docs/protocol.md says what was seen on real servers, and what cannot be told apart.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import contextlib
 
-from streamer.drivers.mark import is_incomplete
 from streamer.drivers.routes import Routes
+from streamer.drivers.state import How, Stage, Step, SyncState, has_none_open, is_no
 from streamer.exceptions import (
     DeadlineExceeded,
     ServerError,
@@ -19,55 +19,18 @@ from streamer.exceptions import (
 
 CLEAN_UP_SECONDS = 5.0
 """For each call. The first that is not answered is the last."""
-DONE, REFUSED, UNANSWERED = "done", "refused", "unanswered"
-"""What may come of a call. One that was not answered may still be carried out."""
-_NONE_OPEN = "finish_weight_update called without"
-"""In the refusal of a finish where no update is open, of vLLM's worker and of ours."""
 _NO_VERSION = "default"
 """What vLLM calls the weights that it has started with; for a server that says nothing."""
+_TAKEN = "was taken over by another trainer meanwhile, or restarted, and is left alone"
 _MAY_BE_PAUSED = "may still be paused: POST /resume to it"
 
 
-@dataclass
-class SyncState:
-    """What is known of a server, from sync to sync, and of the sync that is under way."""
-
-    version: str | None = None
-    """What the server called its weights when this sync began, or the last one ended."""
-    mark: str = ""
-    """What this sync has it call them meanwhile."""
-    must_resume: bool = False
-    """A sync has paused it, and not its user."""
-    pauses: bool = True
-    """What fails is left paused."""
-    began: dict[str, str] = field(default_factory=dict)
-    """What was asked for before the first byte (mark, pause, start), and what came of it."""
-    finishing: str | None = None
-    """The finish was asked for under this version, and is maybe not answered."""
-    finished: bool = False
-    stuck: bool = False
-    """It does not answer, or has an update open: its workers cannot be asked to leave."""
-
-    def is_taken(self, named: str | None) -> bool:
-        """Whether another trainer has pushed, or begun to, since: what is open there is its own.
-
-        ``named`` is what the server calls its weights now.
-        """
-        return named is not None and named not in (self.version, self.mark, self.finishing)
-
-    @property
-    def is_torn(self) -> bool:
-        """Whether the server held a mixture before this sync."""
-        return is_incomplete(self.version)
-
-    @property
-    def and_paused(self) -> str:
-        """As a part of a sentence."""
-        return " and left paused" if self.pauses or self.must_resume else ""
+class _Taken(Exception):
+    """Another trainer has taken the server over."""
 
 
 class Recovery:
-    """Leaves a server, after a sync of which ``state`` tells and maybe one that has failed."""
+    """Leaves a server, after a sync of which ``state`` tells."""
 
     def __init__(self, routes: Routes, state: SyncState) -> None:
         self._routes = routes
@@ -76,74 +39,76 @@ class Recovery:
     def release(self) -> str:
         """See `streamer.drivers.base.Driver`."""
         state = self._state
-        steps, state.began = state.began, {}
-        if not steps:
-            return ""
+        steps, state.steps = state.steps, {}
         holds = "holds a mixture of weights" if state.is_torn else "holds the old weights"
+        if not steps:
+            return f"still {holds} and is marked incomplete: push again" if state.is_torn else ""
+        marked = f"{'is' if steps[Step.MARK] is How.DONE else 'may be'} marked incomplete"
         try:
             doubt = self._undo(steps)
+        except _Taken:
+            return _TAKEN
         except (DeadlineExceeded, ServerUnreachable) as error:
             state.stuck = True
             return (
                 f"{holds}, does not answer ({error}), and may be marked incomplete"
-                f"{state.and_paused}: push again"
+                f"{self._and_paused}: push again"
             )
         except StreamerError as error:
-            return f"{holds}, but is marked incomplete{state.and_paused} ({error}): push again"
-        if doubt == "mark":
-            return f"{holds}, and may be marked incomplete yet: that call was not answered"
+            return f"{holds}, but {marked}{self._and_paused} ({error}): push again"
+        if doubt is Step.MARK and not state.is_torn:
+            return f"{holds}, and may yet be marked incomplete: push again"
         if doubt is not None:
-            paused = state.and_paused if doubt == "start" else ""
             return (
-                f"{holds}, but is marked incomplete{paused}: its {doubt} was not answered, and may "
-                "still be carried out: push again"
+                f"{holds}, but is marked incomplete{self._and_paused}: its {doubt.value} may still "
+                "be carried out: push again"
             )
+        if state.is_torn:
+            return f"still {holds} and is marked incomplete{self._and_paused}: push again"
         return ""
 
-    def _undo(self, steps: dict[str, str]) -> str | None:
+    def _undo(self, steps: dict[Step, How]) -> Step | None:
         """Take back what was begun; the step that may still come, where there is one.
 
         What is not known to be undone keeps the mark, or nobody would see it. Before each call the
         server is asked whether it is still ours.
         """
         state = self._state
-        doubt = next((step for step, how in steps.items() if how == UNANSWERED), None)
-        named = self._named()
-        if self._gives_way(named):
-            return None
-        if doubt == "mark":
-            if named != state.mark:
-                return doubt
+        doubt = next((step for step, how in steps.items() if how is How.UNANSWERED), None)
+        named = self._ours()
+        if named != state.mark and steps[Step.MARK] is not How.DONE:
+            return doubt
+        if doubt is Step.MARK:
             doubt = None
-        if "start" in steps:
+        if Step.START in steps:
             # Nothing was loaded: vLLM puts the old weights back exactly.
-            was_open = self.close_update(may_refuse=steps["start"] == REFUSED)
-            if doubt == "start":
+            was_open = self.close_update(opened=steps[Step.START] is not How.REFUSED)
+            if doubt is Step.START:
                 if not was_open:
                     return doubt  # a completion while an update is open ends vLLM: stay paused
                 doubt = None
-            if self._gives_way(self._named()):
-                return None
+            self._ours()
         if state.must_resume and not state.is_torn:
             self._routes.resume(CLEAN_UP_SECONDS)
             state.must_resume = False
-            if self._gives_way(self._named()):
-                return None
+            self._ours()
         if doubt is None:
             # Last of all: without a mark nobody would see that a server was left paused.
             state.version = state.version if state.version is not None else _NO_VERSION
             self._routes.name_weights(state.version, CLEAN_UP_SECONDS)
         return doubt
 
-    def close_update(self, *, may_refuse: bool = False) -> bool:
+    def close_update(self, *, opened: bool = True) -> bool:
         """Close the update that is open; False if none is.
 
-        ``may_refuse``: the server has said before that it opened none, so any refusal tells that.
+        Unless the server has ``opened`` one, for all that is known, any refusal says that.
         """
         try:
             self._routes.finish(None, CLEAN_UP_SECONDS)
-        except ServerRefused as error:
-            if not may_refuse and _NONE_OPEN not in str(error).lower():
+        except ServerError as error:
+            if not (is_no(error) and not opened) and not (
+                isinstance(error, ServerRefused) and has_none_open(error)
+            ):
                 raise
             return False
         return True
@@ -151,51 +116,69 @@ class Recovery:
     def abandon(self, *, in_step: bool) -> str:
         """See `streamer.drivers.base.Driver`. ``in_step``: the workers survive a failed update."""
         state = self._state
-        if state.finished and not state.must_resume:
+        if state.stage is Stage.NAMED and not state.must_resume:
             return "holds the new weights"
         try:
-            named = self._named()
+            named = self._ours()
+            if named is not None and named == state.naming:
+                state.version, state.stage = named, Stage.NAMED
+            if state.stage is Stage.NAMED:
+                return self._mark_if_paused()
+            unmarked = named is not None and named == state.version != state.mark
+            state.version, state.naming = state.mark, None
+            if unmarked:
+                return self._mark_again()
+            if state.stage is Stage.ARRIVED:
+                return f"holds the new weights, but {self._left}"
+            if state.stage is Stage.CLOSED:
+                return (
+                    "has closed the update, but does not hold what was sent for certain; it is "
+                    f"marked incomplete{self._and_paused}: restart it"
+                )
+            return self._close(in_step)
+        except _Taken:
+            return _TAKEN
         except (ServerError, DeadlineExceeded) as error:
             state.stuck = True
-            if state.finished:
+            if state.stage >= Stage.ARRIVED:
                 return f"holds the new weights, but {_MAY_BE_PAUSED}"
             return f"holds a mixture of weights and does not answer ({error}): restart it"
-        if self._gives_way(named):
-            return "was taken over by another trainer meanwhile, or restarted, and is left alone"
-        if state.finished:
-            return self._mark_if_paused()
-        unmarked = named is not None and named == state.version != state.mark
-        state.version = state.mark
-        if not state.began:
-            return (
-                "has closed the update, but does not hold what was sent for certain; it is marked "
-                "incomplete and left paused: restart it"
-            )
+
+    def _mark_again(self) -> str:
+        """Somebody has taken the mark away: a trainer that began at the same time, or a restart."""
+        with contextlib.suppress(ServerRefused):
+            self.close_update()
+        self._routes.name_weights(self._state.mark, CLEAN_UP_SECONDS)
+        return "may hold a mixture, had lost its mark, and is marked incomplete again: push again"
+
+    def _close(self, in_step: bool) -> str:
+        """Close an update that has failed. Says what the server then holds."""
         try:
-            # Refused by workers that have failed: it stays marked, whatever it holds.
-            self.close_update(may_refuse=True)
-            if self._has_finished():
-                return self.abandon(in_step=in_step)
-            if unmarked:
-                # By a trainer that has begun at the same time, and has given up.
-                self._routes.name_weights(state.mark, CLEAN_UP_SECONDS)
-        except (ServerError, DeadlineExceeded) as error:
-            state.stuck = True
-            return f"holds a mixture of weights and does not answer ({error}): restart it"
+            was_open = self.close_update()
+        except ServerRefused:
+            was_open = False  # by workers that have failed: whatever it holds, it stays marked
         if self._routes.has_died(CLEAN_UP_SECONDS):
             return "holds a mixture of weights and has lost a worker (/health: 503): restart it"
+        if was_open and self._state.stage >= Stage.SENT:
+            return f"holds the new weights, but {self._left}"
         if not in_step:
             return (
                 "holds a mixture of old and new weights, and its workers may be out of step: "
                 "restart it (the streamer backend survives this)"
             )
+        if self._state.stage is Stage.FINISHING:
+            return f"holds the new weights, or a mixture of old and new ones, {self._left}"
         return f"holds a mixture of old and new weights, {self._left}"
 
     @property
     def _left(self) -> str:
         if not self._routes.can_pause:
             return "cannot be paused: push again before it generates anything"
-        return f"is marked incomplete{self._state.and_paused}: push again"
+        return f"is marked incomplete{self._and_paused}: push again"
+
+    @property
+    def _and_paused(self) -> str:
+        return " and left paused" if self._state.must_resume else ""
 
     def _mark_if_paused(self) -> str:
         """What a server holds that has the new weights, and may not have been resumed.
@@ -204,6 +187,8 @@ class Recovery:
         paused, and leave it so.
         """
         state = self._state
+        if not state.must_resume:
+            return "holds the new weights"
         try:
             if not self._routes.is_paused(CLEAN_UP_SECONDS):
                 state.must_resume = False
@@ -214,25 +199,23 @@ class Recovery:
         state.version = state.mark
         return f"holds the new weights, but {self._left}"
 
-    def _has_finished(self) -> bool:
-        """Whether a finish that was not answered has been done all the same."""
-        state = self._state
-        if state.finishing is not None and self._named() == state.finishing:
-            state.version, state.finished = state.finishing, True
-        return state.finished
-
     def leave(self) -> None:
         """See `streamer.drivers.base.Driver`."""
         # A server with an update open refuses, and one that does not answer would be waited for.
         if not self._state.stuck and not self._state.is_taken(self._named()):
             self._routes.shutdown(CLEAN_UP_SECONDS)
 
-    def _gives_way(self, named: str | None) -> bool:
-        """Whether another trainer has taken the server over: then resuming is its affair."""
-        taken = self._state.is_taken(named)
-        if taken:
-            self._state.must_resume = False
-        return taken
+    def _ours(self) -> str | None:
+        """What the server calls its weights. Raises `_Taken` if that is another trainer's doing."""
+        named = self._named()
+        if self._state.is_taken(named):
+            self._state.must_resume = False  # that is its affair now
+            raise _Taken
+        return named
 
     def _named(self) -> str | None:
-        return self._routes.weight_version(CLEAN_UP_SECONDS)
+        """What the server calls its weights, asked a second time where a gateway has refused."""
+        try:
+            return self._routes.weight_version(CLEAN_UP_SECONDS)
+        except ServerRefused:
+            return self._routes.weight_version(CLEAN_UP_SECONDS)

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 from urllib.parse import urlencode
 
+from streamer.drivers.base import ServerInfo
 from streamer.drivers.http import HttpClient
-from streamer.drivers.vllm_info import START_SO
+from streamer.drivers.vllm_info import START_SO, ask, version_numbers
 from streamer.exceptions import IncompatibleServer, ServerRefused, StreamerError
 
 
@@ -27,11 +28,24 @@ class Routes(Protocol):
     def can_pause(self) -> bool:
         """Whether `pause` does anything."""
 
+    @property
+    def can_name(self) -> bool:
+        """Whether `name_weights` tells the server anything; otherwise `finish` has to."""
+
+    def ask(self, backend: str, timeout: float) -> ServerInfo:
+        """What the server is. A ``backend`` that is not ``auto`` is taken as given.
+
+        Raises `IncompatibleServer` or `UsageError` where it cannot be used.
+        """
+
+    def why_unproven(self, info: ServerInfo) -> str:
+        """Why `checksums` cannot be asked, as the end of a sentence; empty if they can."""
+
     def init(self, init_info: Mapping[str, Any], timeout: float | None) -> None:
         """Have the workers join; returns when all have."""
 
     def shutdown(self, timeout: float | None) -> None:
-        """Have the workers leave."""
+        """Have the workers leave, where the server has a way to."""
 
     def start(self, timeout: float | None) -> None:
         """Open an update."""
@@ -84,19 +98,34 @@ class HttpRoutes:
     """`Routes` of vLLM's server, which has them with ``VLLM_SERVER_DEV_MODE=1``, and of ours."""
 
     can_pause = True
+    can_name = True
 
     def __init__(self, client: HttpClient) -> None:
         self.url = client.url
         self._client = client
-        self.hide = client.hide
-        self.cancel = self.close = client.cancel
+        self._version: tuple[int, ...] | None = None  # of a server that was asked
+
+    # What each call does is said in `Routes`.
+
+    def ask(self, backend: str, timeout: float) -> ServerInfo:
+        info = ask(lambda path: self.get(path, timeout), self.url, backend)
+        self._version = version_numbers(info.version)
+        return info
+
+    def why_unproven(self, info: ServerInfo) -> str:
+        if version_numbers(info.version) >= (0, 32):
+            return ""
+        return (
+            f"runs vLLM {info.version}, whose own engine can prove no arrival before 0.32: "
+            "upgrade it, use the streamer backend, or push without verify"
+        )
 
     def init(self, init_info: Mapping[str, Any], timeout: float | None) -> None:
-        """See `Routes`, here and below."""
         self._post("/init_weight_transfer_engine", {"init_info": init_info}, timeout)
 
     def shutdown(self, timeout: float | None) -> None:
-        self._post("/shutdown_weight_transfer_engine", None, timeout)
+        if self._version is None or self._version >= (0, 32):
+            self._post("/shutdown_weight_transfer_engine", None, timeout)
 
     def start(self, timeout: float | None) -> None:
         self._post("/start_weight_update", None, timeout)
@@ -140,6 +169,15 @@ class HttpRoutes:
         except StreamerError as error:
             return isinstance(error, ServerRefused) and error.status == 503
         return False
+
+    def hide(self, text: str) -> str:
+        return self._client.hide(text)
+
+    def cancel(self) -> None:
+        self._client.cancel()
+
+    def close(self) -> None:
+        self._client.cancel()
 
     def get(self, path: str, timeout: float) -> dict[str, Any]:
         """Ask for what has no method here."""

@@ -15,16 +15,11 @@ import torch
 
 from streamer.drivers.base import JoinInfo, ServerInfo
 from streamer.drivers.checksums import ChecksumProof
-from streamer.drivers.mark import is_held, is_incomplete, mark_of
-from streamer.drivers.recovery import (
-    DONE,
-    REFUSED,
-    UNANSWERED,
-    Recovery,
-    SyncState,
-)
-from streamer.drivers.routes import HttpRoutes, Routes
-from streamer.drivers.vllm_info import ask, version_numbers
+from streamer.drivers.mark import is_held, is_incomplete
+from streamer.drivers.recovery import Recovery
+from streamer.drivers.routes import Routes
+from streamer.drivers.state import Stage, Step, SyncState, has_one_open, is_no
+from streamer.drivers.vllm_info import version_numbers
 from streamer.exceptions import (
     IncompatibleServer,
     PlanError,
@@ -54,8 +49,6 @@ PER_TENSOR_DTYPES = frozenset(
 
 _FRESH = 0.1
 """Seconds for which a server counts as paused, or not, as it has said it is."""
-_FINISH_FIRST = "finish_weight_update first"
-"""In the refusal of a start while an update is open, of vLLM's worker and of ours."""
 
 
 class VllmDriver:
@@ -79,28 +72,22 @@ class VllmDriver:
         self._verify = verify
         self._proof: ChecksumProof | None = None
         self._info: ServerInfo | None = None
-        self._state = SyncState(pauses=pause != "none")
+        self._state = SyncState()
         self._recovery = Recovery(routes, self._state)
         self._said_paused = (False, -_FRESH)  # and when
         self._runs = False  # it goes on generating while it is updated: its caller wants that
         self._last_call: Call | None = None  # which the workers have received whole
 
     def probe(self) -> ServerInfo:
-        self._info = self._ask()
+        self._info = self._routes.ask(self._backend, self._clock.progress)
         # Workers of our own engine tell digests, which prove more.
         sums = self._verify and self._info.backend == "nccl"
-        checksums = partial(self._routes.checksums, self._clock.progress)
-        self._proof = ChecksumProof(self.url, checksums) if sums else None
-        state = self._state
-        state.version = self._routes.weight_version(self._clock.progress)
-        if state.version not in (state.mark, state.finishing):
-            state.must_resume = False  # another trainer has been there, and resumed it
+        self._proof = ChecksumProof(self.url, self._checksums) if sums else None
+        self._state.note(self._routes.weight_version(self._clock.progress))
         return self._info
 
-    def _ask(self) -> ServerInfo:
-        assert isinstance(self._routes, HttpRoutes)
-        routes, patience = self._routes, self._clock.progress
-        return ask(lambda path: routes.get(path, patience), self.url, self._backend)
+    def _checksums(self) -> object:
+        return self._routes.checksums(self._clock.progress)
 
     @property
     def info(self) -> ServerInfo:
@@ -109,14 +96,9 @@ class VllmDriver:
         return self._info
 
     def check(self, plan: Plan) -> None:
-        if self._proof is not None and version_numbers(self.info.version) < (0, 32):
-            raise IncompatibleServer(
-                f"{self.url} runs vLLM {self.info.version}, whose own engine can prove no arrival "
-                "before 0.32: upgrade it, use the streamer backend, or push without verify"
-            )
-        self._check_dtypes(plan)
-
-    def _check_dtypes(self, plan: Plan) -> None:
+        why = self._routes.why_unproven(self.info) if self._proof is not None else ""
+        if why:
+            raise IncompatibleServer(f"{self.url} {why}")
         if plan.packed or self.info.backend != "nccl":
             return
         for chunk in plan.chunks:
@@ -129,11 +111,11 @@ class VllmDriver:
                     )
 
     def is_ours(self) -> bool:
-        before = self._state.version
-        # `begin` follows, and wants to know the second.
-        self._state.version, paused = self._ask_both()
-        self._said_paused = (paused, time.monotonic())
-        return before == self._state.version
+        version, paused = self._ask_both()
+        self._said_paused = (paused, time.monotonic())  # `begin` follows, and wants to know
+        ours = version == self._state.version
+        self._state.note(version)
+        return ours
 
     def serves(self, weight_version: str) -> bool:
         said = self._routes.weight_version(self._clock.progress)
@@ -162,58 +144,50 @@ class VllmDriver:
                 self._routes.finish(None, self._clock.progress)
 
     def begin(self, weight_version: str) -> None:
-        state, routes, patience = self._state, self._routes, self._clock.progress
-        state.began, state.finished, state.stuck = {}, False, False
-        state.finishing = None
+        state, routes = self._state, self._routes
         self.verified = None
+        state.steps = {}
         paused = self._look()
         # Paused by its user, and not by a sync that failed: ours, or by its mark another's.
         held = paused and not state.must_resume and (not state.is_torn or is_held(state.version))
-        self._runs = self._pause == "none" and not paused
-        state.mark = mark_of(weight_version, held=held)
+        pauses = self._pause != "none"
+        self._runs = not paused and not (pauses and routes.can_pause)
+        state.begin(weight_version, held=held)
         # First the mark: a trainer that dies right after has paused the server for somebody to see.
-        self._step("mark", partial(routes.name_weights, state.mark, patience))
+        self._take(Step.MARK, partial(routes.name_weights, state.mark))
+        if pauses:
+            state.must_resume = not held
+            self._take(Step.PAUSE, partial(routes.pause, self._pause))
+        elif paused and not held:
+            state.must_resume = True  # a sync that failed has paused it, and not the caller
         if self._proof is not None:
             # The layers of a failed update may have no memory: asking would fail, out of step.
             self._proof.begin(ask=not state.is_torn)
-        if self._pause != "none":
-            state.must_resume = not held
-            self._step("pause", partial(routes.pause, self._pause, patience))
-        elif paused and not held:
-            state.must_resume = True  # a sync that failed has paused it, and not the caller
         if state.is_torn and self.info.backend == "nccl":
             self._restore()
+        self._open()
+
+    def _take(self, step: Step, call: Callable[[float], None]) -> None:
+        self._state.take(step, partial(call, self._clock.progress))
+
+    def _open(self) -> None:
+        """Open an update, also where a trainer that is gone has left one open."""
         try:
-            self._start()
+            self._take(Step.START, self._routes.start)
         except ServerRefused as error:
-            if _FINISH_FIRST not in str(error).lower():
+            if not has_one_open(error):
                 raise
-            if not state.is_torn:
+            if not self._state.is_torn:
                 # What is open is another trainer's, and so is what becomes of it: that trainer
-                # finds our mark in place of its own, and gives up as well.
-                state.began, state.must_resume = {}, False
+                # finds our mark in place of its own, unless it is through with its update.
+                self._state.steps, self._state.must_resume = {}, False
                 raise ServerError(
-                    f"{self.url}: another trainer has begun to push at the same time: neither push "
-                    "goes on, and the server is marked incomplete and left paused: push again"
+                    f"{self.url}: another trainer has begun to push at the same time: this push "
+                    "gives up, and has marked the server incomplete, so that one of both is "
+                    "repeated: push again"
                 ) from error
-            # Left open by a trainer that is gone.
             self._recovery.close_update()
-            self._start()
-
-    def _start(self) -> None:
-        self._step("start", partial(self._routes.start, self._clock.progress))
-
-    def _step(self, name: str, call: Callable[[], None]) -> None:
-        """One call of `begin`, which `release` undoes."""
-        self._state.began[name] = UNANSWERED
-        try:
-            call()
-        except (ServerRefused, IncompatibleServer) as error:
-            # A gateway that has given up does not tell what the server behind it does.
-            if getattr(error, "status", 0) not in (502, 504):
-                self._state.began[name] = REFUSED
-            raise
-        self._state.began[name] = DONE
+            self._take(Step.START, self._routes.start)
 
     def _look(self) -> bool:
         """Take note of what the server holds, unless it has just been asked; whether it is paused.
@@ -237,7 +211,7 @@ class VllmDriver:
                 f"weights are named {self._routes.hide(repr(version))}; push again when that is "
                 "over"
             )
-        self._state.version = version
+        self._state.note(version)
         return paused
 
     def _ask_both(self) -> tuple[str | None, bool]:
@@ -251,7 +225,7 @@ class VllmDriver:
         """
         refusal: ServerRefused | None = None
         try:
-            self._start()
+            self._take(Step.START, self._routes.start)
         except ServerRefused as error:
             if self.info.world_size > 1:
                 raise IncompatibleServer(
@@ -284,27 +258,38 @@ class VllmDriver:
         self._last_call = call
 
     def commit(self, weight_version: str, sent: Sent | None = None) -> None:
-        state, routes, patience = self._state, self._routes, self._clock.progress
+        state, routes = self._state, self._routes
+        state.stage = Stage.SENT
         if not self._runs:
             # First, so that as little as can be is between the look, the finish and the resume.
             self._reset()
         self._refuse_if_taken()
-        if sent is None or self._proof is None:
-            state.finishing = weight_version
-            routes.finish(weight_version, patience)
-            self.verified = None if sent is None else DIGEST
-        else:
-            # Without a version the mark stays.
-            routes.finish(None, patience)
-            state.began = {}
+        self._finish(None if routes.can_name else weight_version)
+        if sent is not None and self._proof is not None:
             self.verified = self._proof.prove(sent)
-            routes.name_weights(weight_version, patience)
-        state.version, state.finished = weight_version, True
+            self._refuse_if_taken()
+        elif sent is not None:
+            self.verified = DIGEST
+        state.stage = Stage.ARRIVED
         if self._runs:
             self._reset()
+        # Last: a finish that is carried out late, when this trainer is gone, leaves the mark.
+        state.naming = weight_version
+        routes.name_weights(weight_version, self._clock.progress)
+        state.version, state.stage = weight_version, Stage.NAMED
         if state.must_resume:
-            routes.resume(patience)
+            routes.resume(self._clock.progress)
             state.must_resume = False
+
+    def _finish(self, weight_version: str | None) -> None:
+        self._state.stage = Stage.FINISHING
+        try:
+            self._routes.finish(weight_version, self._clock.progress)
+        except ServerError as error:
+            if is_no(error):
+                self._state.stage = Stage.BEGUN  # the workers have failed to load what was sent
+            raise
+        self._state.stage = Stage.CLOSED
 
     def _reset(self) -> None:
         # Requests that were kept hold keys and values of the old weights.
@@ -328,11 +313,7 @@ class VllmDriver:
         return self._recovery.abandon(in_step=in_step)
 
     def leave(self) -> None:
-        if self._can_leave():
-            self._recovery.leave()
-
-    def _can_leave(self) -> bool:
-        return version_numbers(self.info.version) >= (0, 32)
+        self._recovery.leave()
 
     @property
     def verify_seconds(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import threading
 import time
@@ -15,6 +16,7 @@ from streamer import (
     DeadlineExceeded,
     Engine,
     IncompatibleServer,
+    ServerError,
     ServerRefused,
     ServerUnreachable,
     SourceError,
@@ -500,6 +502,68 @@ def test_the_mark_of_an_engine_that_keeps_no_version_is_there_for_the_next_sessi
     engine.pause_generation()
     streamer.push(make_source(weights(3)), to, timeouts=TIMEOUTS)
     assert engine.is_paused()
+
+
+class Alike(Nameless):
+    """Any two are equal, as dataclasses may be."""
+
+    def __eq__(self, other):
+        return isinstance(other, Alike)
+
+    def __hash__(self):
+        return 1
+
+
+def test_the_mark_of_one_engine_is_not_that_of_another_that_is_equal(
+    make_engine, make_source, weights
+):
+    broken, sound = make_engine(Alike), make_engine(Alike)
+    broken.inner.update_weights = None
+    for engine in (broken, sound):
+        to = streamer.Engine(engine, world_size=1, backend="streamer", device="cpu")
+        with contextlib.suppress(ServerRefused):
+            streamer.push(make_source(weights(1)), to, timeouts=TIMEOUTS)
+    assert (broken.is_paused(), sound.is_paused()) == (True, False)
+    del broken.inner.update_weights
+    to = streamer.Engine(broken, world_size=1, backend="streamer", device="cpu")
+    streamer.push(make_source(weights(2)), to, timeouts=TIMEOUTS)
+    assert not broken.is_paused()
+
+
+class Silent(Nameless):
+    """Does not tell either whether it is paused."""
+
+    def __init__(self, workers):
+        super().__init__(workers)
+        del self.is_paused
+
+
+def test_an_engine_that_does_not_tell_that_it_is_paused_is_resumed(
+    make_engine, make_source, weights
+):
+    engine = make_engine(Silent)
+    to = streamer.Engine(engine, world_size=1, backend="streamer", device="cpu")
+    engine.inner.update_weights = None
+    with pytest.raises(ServerRefused, match="left paused"):
+        streamer.push(make_source(weights(1)), to, timeouts=TIMEOUTS)
+    del engine.inner.update_weights
+    streamer.push(make_source(weights(2)), to, pause="none", timeouts=TIMEOUTS)
+    assert not engine.inner.is_paused()
+
+
+class Numbered(LocalEngine):
+    """Has numbers for versions."""
+
+    def get_weight_version(self):
+        return len(super().get_weight_version())
+
+
+def test_a_version_that_is_no_text_is_taken_for_one(make_engine, make_source, weights):
+    with (
+        streamer.connect(make_engine(Numbered), timeouts=TIMEOUTS) as session,
+        pytest.raises(ServerError, match=r"its weights are named '\d+', and not 'streamer-inc"),
+    ):
+        session.push(make_source(weights(1)))
 
 
 def test_a_call_that_does_not_end_is_given_up_at_its_deadline(

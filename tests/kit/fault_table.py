@@ -60,6 +60,7 @@ PHASES = (
     Phase("update: answer", "update", UPDATE, CALLS, "answered"),
     Phase("reset", "reset", "/reset_prefix_cache"),
     Phase("finish", "finish", "/finish_weight_update"),
+    Phase("name", "name", "/update_weight_version", 2),
     Phase("resume", "resume", "/resume"),
 )
 
@@ -106,9 +107,9 @@ class Cell:
 
     @property
     def finished(self) -> bool:
-        """Whether the server has closed the update well, for all that the sync fails."""
-        done = self.phase.group == "finish" and self.kind in DONE
-        return done or self.phase.group == "resume"
+        """Whether the server may well hold the new weights, for all that the sync fails."""
+        refused = self.phase.group == "finish" and self.kind in ("500", "404")
+        return self.phase.group in ("reset", "finish", "name", "resume") and not refused
 
     def __str__(self) -> str:
         return f"{self.phase.name} x {self.kind}"
@@ -129,7 +130,7 @@ def not_a_cell(phase: Phase, kind: str) -> str:
     if kind.startswith("worker"):
         if phase.group == "connect":
             return "as at init: these calls ask no worker"
-        if phase.group in ("reset", "resume"):
+        if phase.group in ("reset", "name", "resume"):
             return "as at finish: these calls ask no worker"
         if kind == "worker stopped" and phase.name == "warm-up":
             return "as at init: it does not come to either"
@@ -180,7 +181,7 @@ def _failed(phase: Phase, done: bool, answered: bool = True) -> Outcome:
         if phase.name == "begin: start" and not done:
             return replace(OLD, marked=True, paused=True)
         return OLD
-    if phase.group == "reset":
+    if phase.group in ("reset", "finish", "name"):
         return replace(MIXTURE, weights="new")
     if phase.group == "update":
         weights = {
@@ -190,8 +191,7 @@ def _failed(phase: Phase, done: bool, answered: bool = True) -> Outcome:
             "update: answer": "new",
         }[phase.name]
         return replace(MIXTURE, weights=weights)
-    paused = phase.group == "finish" or not done
-    return Outcome(paused=paused, marked=paused)
+    return Outcome(paused=not done, marked=not done)
 
 
 def _raises(state: Outcome, error: type[StreamerError], says: str, phase: Phase) -> Outcome:
@@ -212,7 +212,7 @@ def _of_http(phase: Phase, kind: str) -> Outcome:
             "update: middle": THROUGH,
             "update: answer": THROUGH,
         }.get(phase.name, says)
-    answered = kind not in ("closed", "never")
+    answered = kind in ("500", "404")
     return _raises(_failed(phase, kind in DONE, answered), error, says, phase)
 
 
@@ -251,8 +251,8 @@ def _of_process(phase: Phase, kind: str) -> Outcome:
         if phase.name == "update: first byte":
             # What its kernel has received may still be read, or be lost with the connection.
             state = replace(state, weights="old or mixture")
-    elif phase.group == "finish":
-        state = Outcome(paused=True)
+    elif phase.group == "name":
+        state = Outcome(paused=True)  # it could not be marked again
     return _raises(state, DeadlineExceeded, says, noticed)
 
 

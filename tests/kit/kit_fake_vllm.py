@@ -10,6 +10,7 @@ import torch
 
 from streamer import ServerRefused, TensorSpec, make_plan
 from streamer.drivers.mark import INCOMPLETE
+from streamer.verify import Sent
 
 SPECS = [TensorSpec("w", torch.bfloat16, (2, 3)), TensorSpec("scale", torch.float32, ())]
 START_WITH = "VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"
@@ -17,6 +18,10 @@ MARK = f"{INCOMPLETE}v2"
 """Without what tells it from the mark of another sync to the same version; so below."""
 PAUSE = "/pause?mode=keep"
 RESET = "/reset_prefix_cache?reset_running_requests=true"
+
+
+SENT = Sent((), ("digest",))
+"""What `commit` is given where the arrival has to be proven."""
 
 
 class FakeVllm:
@@ -28,6 +33,7 @@ class FakeVllm:
         self.backend, self.device = "nccl", "cuda"
         self.weight_version: str | None = "default"
         self.paused = self.updating = False
+        self.received = 0
         self.failing: dict[str, tuple[int, object]] = {}
         self.late: tuple[str, float, bool] | None = None
         for path in ("/version", "/get_world_size", "/server_info", "/is_paused", "/weight_info"):
@@ -42,6 +48,7 @@ class FakeVllm:
             "/pause",
             "/resume",
             "/reset_prefix_cache",
+            "/weight_checker",
         ):
             fake.routes[f"POST {path}"] = lambda handler, path=path: self.answer(handler, path)
 
@@ -109,6 +116,9 @@ class FakeVllm:
     def do_reset_prefix_cache(self, body):
         return {}
 
+    def do_weight_checker(self, body):
+        return {"checksums": {"w": str(self.received)}}
+
     def do_update_weight_version(self, body):
         self.weight_version = body["new_version"]
         return {"success": True}
@@ -125,6 +135,7 @@ class FakeVllm:
     def do_update_weights(self, body):
         if not self.updating:
             raise RuntimeError("start first")
+        self.received += 1
         return {}
 
     def do_finish_weight_update(self, body):

@@ -21,8 +21,8 @@ def test_a_begin_that_is_refused_leaves_the_old_weights_serving(
 ):
     one = session(server)
     push(one, [server], weights(1), weight_version="before")
-    server.fail(where, 503, "not now")
-    with pytest.raises(ServerRefused, match=f"{where}: 503 not now") as caught:
+    server.fail(where, 500, "not now")
+    with pytest.raises(ServerRefused, match=f"{where}: 500 not now") as caught:
         one.push(make_source(weights(2)))
     assert caught.value.held == {}
     server.heal()
@@ -113,7 +113,9 @@ def test_a_commit_that_is_refused(session, server, push, make_source, where):
     with pytest.raises(ServerRefused, match=f"{where}: 500 no") as caught:
         one.push(make_source(weights(2)), weight_version="v2")
     (held,) = caught.value.held.values()
-    what = "the new weights, but" if where == "/resume" else "a mixture of old and new weights,"
+    what = "the new weights, but"
+    if where == "/finish_weight_update":
+        what = "a mixture of old and new weights,"
     assert held == f"holds {what} is marked incomplete and left paused: push again"
     assert server.weight_version.startswith(f"{INCOMPLETE}v2#")
     assert server.paused

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kit_fake_vllm import MARK, call_of, commit_fails, sync
+from kit_fake_vllm import MARK, SENT, call_of, commit_fails, sync
 from streamer import DeadlineExceeded, ServerError, ServerRefused, Timeouts
 from streamer.drivers import recovery
 
@@ -46,7 +46,7 @@ def test_release_undoes_what_took_effect_without_an_answer(driver, vllm, path, e
         one.begin("v2")
     if path == "/pause":
         said = one.release()
-        assert re.search("old.* is marked .*its pause was not answered.*push again", said)
+        assert re.search("old.* is marked .*its pause may still be.*push again", said)
         assert vllm.serves == (MARK, False, False), "who knows that it will not be paused yet?"
     else:
         assert one.release() == ""
@@ -58,20 +58,20 @@ def test_release_undoes_what_took_effect_without_an_answer(driver, vllm, path, e
 @pytest.mark.parametrize(
     ("path", "left", "says"),
     [
-        ("/update_weight_version", ("default", False, False), "may be marked incomplete yet"),
-        ("/pause", (MARK, False, False), "its pause was not answered, and may still"),
-        ("/start_weight_update", (MARK, True, False), "its start was not answered, and may still"),
+        ("/update_weight_version", ("default", False, False), "may yet be marked incomplete"),
+        ("/pause", (MARK, False, False), "its pause may still"),
+        ("/start_weight_update", (MARK, True, False), "its start may still"),
     ],
 )
-@pytest.mark.parametrize("how", ["never", 502, 504])
+@pytest.mark.parametrize("how", ["never", 502, 503, 504, 408, 499, 524, "html"])
 def test_what_may_still_be_carried_out_keeps_the_mark(driver, vllm, path, left, says, how):
     """Nor is a server resumed whose update may be opened yet: a completion would end vLLM."""
     one = driver(Timeouts(5, 0.3))
     if how == "never":
         vllm.delay(path, 1, first=True)
     else:
-        vllm.fail(path, how, "gave up")
-    with pytest.raises((DeadlineExceeded, ServerRefused), match=path):
+        vllm.fail(path, 200 if how == "html" else how, "<html>please wait")
+    with pytest.raises((DeadlineExceeded, ServerError), match=path):
         one.begin("v2")
     assert says in one.release()
     assert vllm.serves == left
@@ -79,15 +79,15 @@ def test_what_may_still_be_carried_out_keeps_the_mark(driver, vllm, path, left, 
 
 @pytest.mark.parametrize("how", ["refused", "late"])
 @pytest.mark.parametrize(
-    ("path", "left"),
+    ("path", "left", "paused"),
     [
-        ("/finish_weight_update", (MARK, True, True)),
-        ("/resume", (MARK, True, False)),
-        ("/update_weight_version", (MARK, False, False)),
+        ("/finish_weight_update", (MARK, True, True), " and left paused"),
+        ("/resume", (MARK, True, False), " and left paused"),
+        ("/update_weight_version", (MARK, False, False), ""),
     ],
 )
 def test_the_first_step_of_a_release_that_fails_is_the_last(
-    driver, vllm, monkeypatch, path, left, how
+    driver, vllm, monkeypatch, path, left, paused, how
 ):
     monkeypatch.setattr(recovery, "CLEAN_UP_SECONDS", 0.3)
     one = driver()
@@ -98,13 +98,72 @@ def test_the_first_step_of_a_release_that_fails_is_the_last(
     else:
         vllm.fail(path, 500, "a CUDA error")
     said = one.release()
-    assert re.search(f"holds the old weights.*{path}.*push again", said)
-    assert "marked incomplete and left paused" in said
+    why = rf"(\(POST .*{path}: .*\))"
+    if how == "late":
+        what = rf"does not answer {why}, and may be marked incomplete{paused}"
+    else:
+        what = rf"holds the old weights, but is marked incomplete{paused} {why}"
+    assert re.search(f"{what}: push again", said)
     assert vllm.fake.posts[-1] == path
     assert vllm.serves == left
     time.sleep(1.2 if how == "late" else 0)
     sync(driver(), "v3")
     assert vllm.serves == ("v3", False, False)
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_server_that_takes_no_mark_is_left_as_it_was(driver, vllm, status):
+    one = driver()
+    vllm.fail("/update_weight_version", status, "no", times=9)
+    with pytest.raises(ServerError, match="/update_weight_version"):
+        one.begin("v2")
+    vllm.fake.calls.clear()
+    assert one.release() == ""
+    assert vllm.fake.posts == []
+
+
+def test_a_server_without_the_routes_of_an_update_is_resumed(driver, vllm):
+    """A finish that is not found says as well that nothing is open."""
+    one = driver()
+    for path in ("/start_weight_update", "/finish_weight_update"):
+        vllm.fail(path, 404, "no", times=9)
+    with pytest.raises(ServerError, match="has no /start_weight_update"):
+        one.begin("v2")
+    assert one.release() == ""
+    assert vllm.serves == ("default", False, False)
+
+
+def test_a_mixture_is_told_of_also_where_no_byte_was_sent(driver, vllm):
+    vllm.weight_version, vllm.paused = MARK, True
+    one = driver()
+    vllm.fail("/start_weight_update", 500, "not now")
+    with pytest.raises(ServerRefused):
+        one.begin("v3")
+    assert one.release() == (
+        "still holds a mixture of weights and is marked incomplete and left paused: push again"
+    )
+    assert vllm.serves == (MARK, True, False)
+
+
+@pytest.mark.parametrize("end", ["release", "abandon", "leave"])
+def test_a_question_that_a_gateway_refuses_is_asked_again(driver, vllm, end):
+    one = driver()
+    one.begin("v2")
+    vllm.fail("/weight_info", 502, "gave up")
+    getattr(one, end)()
+    assert vllm.updating is (end == "leave")
+
+
+def test_each_call_has_what_is_left_of_the_whole_time(driver, vllm):
+    one = driver(Timeouts(5, 5, total=1.5))
+    one._clock.start()
+    vllm.delay("/update_weight_version", 1.2)
+    started = time.monotonic()
+    plain = vllm.do_pause
+    vllm.do_pause = lambda body: (time.sleep(2), plain(body))[1]
+    with pytest.raises(DeadlineExceeded, match="/pause"):
+        one.begin("v2")
+    assert time.monotonic() - started < 2
 
 
 def test_a_server_that_hangs_is_asked_once(driver, vllm, monkeypatch):
@@ -216,6 +275,42 @@ def test_abandon_after_the_finish(driver, vllm):
     assert vllm.serves == ("v3", False, False)
 
 
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("done", [False, True])
+def test_a_naming_without_an_answer_is_found_out(driver, vllm, verify, done):
+    one = driver(Timeouts(5, 0.4), verify=verify)
+    one.begin("v2")
+    one.update(call_of())
+    if done:
+        vllm.delay("/update_weight_version", 1)
+    else:
+        vllm.fail("/update_weight_version", 500, "no")
+    with pytest.raises((DeadlineExceeded, ServerRefused), match="/update_weight_version"):
+        one.commit("v2", SENT)
+    assert one.abandon() == LEFT
+    assert vllm.serves == (MARK, True, False)
+    sync(driver(), "v3")
+    assert vllm.serves == ("v3", False, False)
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_finish_that_comes_late_leaves_the_mark(driver, vllm, done):
+    """Its trainer has given up, or is dead: nobody but the mark tells why it is paused."""
+    one = driver(Timeouts(5, 0.4))
+    one.begin("v2")
+    one.update(call_of())
+    vllm.delay("/finish_weight_update", 1, first=not done)
+    with pytest.raises(DeadlineExceeded, match="/finish_weight_update"):
+        one.commit("v2")
+    how = "the new weights, or a mixture of old and new ones," if done else "the new weights, but"
+    left = f"holds {how} is marked incomplete and left paused: push again"
+    assert one.abandon() == left
+    time.sleep(1.2)
+    assert vllm.serves == (MARK, True, False)
+    sync(driver(), "v3")
+    assert vllm.serves == ("v3", False, False)
+
+
 def test_abandon_after_a_resume_that_was_done(driver, vllm):
     """Only its answer was lost."""
     one = driver()
@@ -239,7 +334,8 @@ def test_a_failed_reset_does_not_resume_what_its_user_had_paused(driver, vllm, h
     vllm.paused = held
     one = driver()
     commit_fails(one, vllm, "/reset_prefix_cache")
-    assert "holds a mixture" in one.abandon()
+    paused = "" if held else " and left paused"
+    assert one.abandon() == f"holds the new weights, but is marked incomplete{paused}: push again"
     assert vllm.serves[1:] == (True, False)
     other = driver()
     sync(other, "v3")

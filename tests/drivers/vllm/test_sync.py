@@ -29,7 +29,8 @@ def test_the_order_of_calls(driver, vllm):
         "/update_weights",
         "/update_weights",
         RESET,
-        "/finish_weight_update v2",
+        "/finish_weight_update None",
+        "/update_weight_version v2",
         "/resume",
     ]
     assert vllm.serves == ("v2", False, False)
@@ -84,8 +85,8 @@ def test_a_server_that_goes_on_generating_is_reset_after_the_finish(driver, vllm
     """Up to then it computes keys and values of a mixture."""
     vllm.paused = paused
     sync(driver(pause="none"), "v2")
-    ends = [RESET, "/finish_weight_update v2"]
-    assert steps(vllm)[-2:] == (ends if paused else ends[::-1])
+    ends = [RESET, "/finish_weight_update None"]
+    assert steps(vllm)[-3:] == [*(ends if paused else ends[::-1]), "/update_weight_version v2"]
 
 
 def test_a_server_that_was_paused_stays_paused(driver, vllm):

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from kit_fake_vllm import MARK, PAUSE, RESET, call_of, commit_fails, steps, sync
+from kit_fake_vllm import MARK, PAUSE, RESET, SENT, call_of, commit_fails, steps, sync
 from streamer import ServerError, ServerRefused
 from streamer.drivers.mark import INCOMPLETE
 
@@ -92,7 +92,9 @@ def test_a_mark_that_another_trainer_took_away_is_put_back(driver, vllm):
     vllm.fail("/update_weights", 500, "no")
     with pytest.raises(ServerRefused):
         one.update(call_of())
-    assert one.abandon().endswith("is marked incomplete and left paused: push again")
+    assert one.abandon() == (
+        "may hold a mixture, had lost its mark, and is marked incomplete again: push again"
+    )
     assert vllm.serves == (MARK, True, False)
 
 
@@ -208,10 +210,11 @@ def test_a_sync_that_is_about_to_resume_is_no_pause_of_the_user_s(driver, vllm):
     assert vllm.serves == ("v3", False, False)
 
 
-def test_nothing_but_one_call_is_between_the_finish_and_the_resume(driver, vllm):
+def test_nothing_is_between_the_naming_and_the_resume(driver, vllm):
+    """There a trainer that is killed leaves the server paused, and nobody sees why."""
     sync(driver(), "v2")
     calls = [call.path.partition("?")[0] for call in vllm.fake.calls]
-    assert calls[-2:] == ["/finish_weight_update", "/resume"]
+    assert calls[-2:] == ["/update_weight_version", "/resume"]
 
 
 @pytest.mark.parametrize("step", ["finish_weight_update", "resume"])
@@ -220,9 +223,38 @@ def test_a_release_stops_where_another_trainer_takes_over(driver, vllm, step):
     one.begin("v2")
     at(vllm, step, lambda: setattr(vllm, "weight_version", OTHERS))
     vllm.fake.calls.clear()
-    one.release()
+    assert "was taken over by another trainer" in one.release()
     assert vllm.fake.posts[-1] == f"/{step}"
     assert vllm.weight_version == OTHERS
+
+
+def test_a_user_s_pause_is_not_undone_after_another_trainer_s_repair(driver, vllm):
+    """The repair comes when one has been asked already what it is, and before it begins."""
+    vllm.backend = "streamer"
+    one, other = driver(), driver()
+    one.begin("v2")
+    vllm.fail("/update_weights", 500, "no")
+    with pytest.raises(ServerRefused):
+        one.update(call_of())
+    one.abandon()
+    one.probe()
+    other.probe()
+    sync(other, "v3")
+    vllm.paused = True
+    sync(one, "v4")
+    assert vllm.serves == ("v4", True, False)
+
+
+def test_what_another_trainer_begins_while_arrival_is_proven_is_not_named(driver, vllm):
+    one = driver(verify=True)
+    one.begin("v2")
+    one.update(call_of())
+    other = driver()
+    at(vllm, "weight_checker", lambda: (other.probe(), other.begin("v3")))
+    with pytest.raises(ServerError, match="another trainer has pushed"):
+        one.commit("v2", SENT)
+    assert "another trainer" in one.abandon()
+    assert vllm.serves == (OTHERS, True, True)
 
 
 @pytest.mark.parametrize("how", ["commit", "release", "abandon"])

@@ -73,7 +73,8 @@ def test_a_torn_server_is_restored_before_the_next_update(driver, vllm, whose):
         "/start_weight_update",
         "/update_weights",
         RESET,
-        "/finish_weight_update v3",
+        "/finish_weight_update None",
+        "/update_weight_version v3",
         "/resume",
     ]
     assert vllm.serves == ("v3", False, False)
