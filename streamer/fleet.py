@@ -138,7 +138,10 @@ class Fleet:
                 _, others = wait(others, 0.1)
             wait(others)
         except BaseException:
-            self.cancel()
+            for _ in range(50):
+                self.cancel()
+                if not wait(futures, 0.1).not_done:
+                    break
             raise
         if failed is not None:
             failed.result()

@@ -6,6 +6,7 @@ What an engine has no method for is left out: one that cannot be paused is not p
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections.abc import Mapping
@@ -33,17 +34,18 @@ class _Kept:
     paused: bool = False
 
 
-_kept: dict[int, _Kept] = {}
-"""By the identity of each engine, for the next session of this process."""
+_all_kept: dict[int, _Kept] = {}
+"""By the identity of each engine, for every session of this process."""
 
 
 def _kept_of(target: object) -> _Kept:
-    kept = _Kept()
-    try:
-        weakref.finalize(target, _kept.pop, id(target), None).atexit = False
-    except TypeError:  # it cannot be known when its identity becomes another's
-        return kept
-    return _kept.setdefault(id(target), kept)
+    kept = _all_kept.get(id(target))
+    if kept is None:
+        kept = _Kept()
+        with contextlib.suppress(TypeError):  # one that cannot be watched is known to one session
+            weakref.finalize(target, _all_kept.pop, id(target), None).atexit = False
+            _all_kept[id(target)] = kept
+    return kept
 
 
 class EngineRoutes:
@@ -60,9 +62,8 @@ class EngineRoutes:
         self._calls = calls
         self._trace = trace
         self._names_itself = calls.has("get_weight_version") and self.can_name
-        self._kept = _Kept() if self._names_itself else _kept_of(engine.target)
-        self._version = self._kept.mark
-        self._paused = self._version is not None and self._kept.paused
+        self._kept = _kept_of(engine.target)
+        self._version: str | None = None
 
     @property
     def can_pause(self) -> bool:
@@ -163,8 +164,8 @@ class EngineRoutes:
     def weight_version(self, timeout: float) -> str | None:
         if self._names_itself:
             said = self._call("get_weight_version", timeout)
-            self._version = None if said is None else str(said)
-        return self._version
+            return None if said is None else str(said)
+        return self._kept.mark or self._version
 
     def checksums(self, timeout: float) -> object:
         sums: dict[str, str] = {}
@@ -174,18 +175,18 @@ class EngineRoutes:
 
     def pause(self, mode: str, timeout: float | None) -> None:
         if self.can_pause:
+            self._kept.paused = True  # also if it comes late
             self._call_with("pause_generation", timeout, "mode", mode)
-        self._paused = self._kept.paused = True
 
     def resume(self, timeout: float | None) -> None:
         if self._calls.has("resume_generation"):
             self._call("resume_generation", timeout)
-        self._paused = self._kept.paused = False
+        self._kept.paused = False
 
     def is_paused(self, timeout: float) -> bool:
         if self._calls.has("is_paused"):
             return self._call("is_paused", timeout) is True
-        return self._paused
+        return self._kept.paused
 
     def version_and_pause(self, timeout: float) -> tuple[str | None, bool]:
         """One after the other: an engine's methods need not stand being called at once."""

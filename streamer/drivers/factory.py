@@ -13,7 +13,7 @@ from streamer.drivers.calls import Calls, LocalCalls
 from streamer.drivers.engine import Engine, EngineLike, missing_methods
 from streamer.drivers.engine_routes import EngineRoutes
 from streamer.drivers.http import HttpClient
-from streamer.drivers.routes import HttpRoutes
+from streamer.drivers.routes import HttpRoutes, Routes
 from streamer.drivers.vllm import VllmDriver
 from streamer.exceptions import UsageError
 from streamer.options import Options
@@ -49,6 +49,7 @@ def listed(to: Servers | None) -> list[str | Engine]:
 
 def make_driver(server: str | Engine, options: Options, clock: Clock) -> Driver:
     """The driver of one server of `listed`."""
+    routes: Routes
     if isinstance(server, str):
         client = HttpClient(
             server,
@@ -58,15 +59,11 @@ def make_driver(server: str | Engine, options: Options, clock: Clock) -> Driver:
             trust_env=options.trust_env,
             trace=options.trace,
         )
-        return VllmDriver(
-            HttpRoutes(client),
-            clock=clock,
-            pause=options.pause,
-            backend=options.backend,
-            verify=options.verify,
-        )
+        routes = HttpRoutes(client)
+    else:
+        routes = EngineRoutes(server, _calls(server), options.trace)
     return VllmDriver(
-        EngineRoutes(server, _calls(server), options.trace),
+        routes,
         clock=clock,
         pause=options.pause,
         backend=options.backend,

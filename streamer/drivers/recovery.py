@@ -40,10 +40,11 @@ class Recovery:
         """See `streamer.drivers.base.Driver`."""
         state = self._state
         steps, state.steps = state.steps, {}
+        if state.left_to_another:
+            return "is marked incomplete, and its open update is left to whoever has begun it"
         holds = "holds a mixture of weights" if state.is_torn else "holds the old weights"
         if not steps:
             return f"still {holds} and is marked incomplete: push again" if state.is_torn else ""
-        marked = f"{'is' if steps[Step.MARK] is How.DONE else 'may be'} marked incomplete"
         try:
             doubt = self._undo(steps)
         except _Taken:
@@ -55,6 +56,8 @@ class Recovery:
                 f"{self._and_paused}: push again"
             )
         except StreamerError as error:
+            sure = is_no(error) and steps[Step.MARK] is How.DONE
+            marked = "is marked incomplete" if sure else "may be marked incomplete"
             return f"{holds}, but {marked}{self._and_paused} ({error}): push again"
         if doubt is Step.MARK and not state.is_torn:
             return f"{holds}, and may yet be marked incomplete: push again"
@@ -79,7 +82,7 @@ class Recovery:
         if named != state.mark and steps[Step.MARK] is not How.DONE:
             return doubt
         if doubt is Step.MARK:
-            doubt = None
+            doubt = None  # it has been carried out: there it is
         if Step.START in steps:
             # Nothing was loaded: vLLM puts the old weights back exactly.
             was_open = self.close_update(opened=steps[Step.START] is not How.REFUSED)
@@ -98,19 +101,17 @@ class Recovery:
             self._routes.name_weights(state.version, CLEAN_UP_SECONDS)
         return doubt
 
-    def close_update(self, *, opened: bool = True) -> bool:
+    def close_update(self, *, opened: bool = True, timeout: float | None = None) -> bool:
         """Close the update that is open; False if none is.
 
         Unless the server has ``opened`` one, for all that is known, any refusal says that.
         """
         try:
-            self._routes.finish(None, CLEAN_UP_SECONDS)
+            self._routes.finish(None, CLEAN_UP_SECONDS if timeout is None else timeout)
         except ServerError as error:
-            if not (is_no(error) and not opened) and not (
-                isinstance(error, ServerRefused) and has_none_open(error)
-            ):
-                raise
-            return False
+            if has_none_open(error) or (is_no(error) and not opened):
+                return False
+            raise
         return True
 
     def abandon(self, *, in_step: bool) -> str:
@@ -123,13 +124,13 @@ class Recovery:
             if named is not None and named == state.naming:
                 state.version, state.stage = named, Stage.NAMED
             if state.stage is Stage.NAMED:
-                return self._mark_if_paused()
+                return self._let_go()
             unmarked = named is not None and named == state.version != state.mark
             state.version, state.naming = state.mark, None
             if unmarked:
                 return self._mark_again()
             if state.stage is Stage.ARRIVED:
-                return f"holds the new weights, but {self._left}"
+                return self._let_go()
             if state.stage is Stage.CLOSED:
                 return (
                     "has closed the update, but does not hold what was sent for certain; it is "
@@ -141,7 +142,8 @@ class Recovery:
         except (ServerError, DeadlineExceeded) as error:
             state.stuck = True
             if state.stage >= Stage.ARRIVED:
-                return f"holds the new weights, but {_MAY_BE_PAUSED}"
+                how = "may be marked incomplete: push again"
+                return f"holds the new weights, but {_MAY_BE_PAUSED if state.must_resume else how}"
             return f"holds a mixture of weights and does not answer ({error}): restart it"
 
     def _mark_again(self) -> str:
@@ -149,14 +151,20 @@ class Recovery:
         with contextlib.suppress(ServerRefused):
             self.close_update()
         self._routes.name_weights(self._state.mark, CLEAN_UP_SECONDS)
-        return "may hold a mixture, had lost its mark, and is marked incomplete again: push again"
+        how = "paused and " if self._routes.is_paused(CLEAN_UP_SECONDS) else ""
+        return f"may hold a mixture, had lost its mark, and is {how}marked incomplete: push again"
 
     def _close(self, in_step: bool) -> str:
         """Close an update that has failed. Says what the server then holds."""
+        unsure = self._state.stage is Stage.FINISHING
         try:
             was_open = self.close_update()
-        except ServerRefused:
-            was_open = False  # by workers that have failed: whatever it holds, it stays marked
+        except ServerError as error:
+            # By workers that have failed, or a gateway: whatever it holds, it stays marked.
+            if not isinstance(error, ServerRefused) and not is_no(error):
+                raise
+            was_open = False
+            unsure = unsure or (self._state.stage is Stage.SENT and not is_no(error))
         if self._routes.has_died(CLEAN_UP_SECONDS):
             return "holds a mixture of weights and has lost a worker (/health: 503): restart it"
         if was_open and self._state.stage >= Stage.SENT:
@@ -166,7 +174,7 @@ class Recovery:
                 "holds a mixture of old and new weights, and its workers may be out of step: "
                 "restart it (the streamer backend survives this)"
             )
-        if self._state.stage is Stage.FINISHING:
+        if unsure:
             return f"holds the new weights, or a mixture of old and new ones, {self._left}"
         return f"holds a mixture of old and new weights, {self._left}"
 
@@ -180,23 +188,26 @@ class Recovery:
     def _and_paused(self) -> str:
         return " and left paused" if self._state.must_resume else ""
 
-    def _mark_if_paused(self) -> str:
-        """What a server holds that has the new weights, and may not have been resumed.
+    def _let_go(self) -> str:
+        """All has arrived, so what was paused is resumed: of what is left of the sync nothing else
+        would do that, and a naming that comes late would hide that it is due.
 
-        It is marked if it is paused: another trainer would take it for one that its user has
-        paused, and leave it so.
+        If it cannot be resumed it is marked, or another trainer would take it for one that its user
+        has paused.
         """
         state = self._state
-        if not state.must_resume:
-            return "holds the new weights"
-        try:
-            if not self._routes.is_paused(CLEAN_UP_SECONDS):
+        named = state.stage is Stage.NAMED
+        if state.must_resume:
+            try:
+                self._routes.resume(CLEAN_UP_SECONDS)
                 state.must_resume = False
-                return "holds the new weights, and answers with them"
-            self._routes.name_weights(state.mark, CLEAN_UP_SECONDS)
-        except StreamerError:
-            return f"holds the new weights, but {_MAY_BE_PAUSED}"
-        state.version = state.mark
+            except ServerRefused:
+                if named:
+                    self._routes.name_weights(state.mark, CLEAN_UP_SECONDS)
+                    state.version = state.mark
+                return f"holds the new weights, but {self._left}"
+        if named:
+            return "holds the new weights, and answers with them"
         return f"holds the new weights, but {self._left}"
 
     def leave(self) -> None:

@@ -155,7 +155,7 @@ class HttpRoutes:
         return self.get("/is_paused", timeout).get("is_paused") is True
 
     def version_and_pause(self, timeout: float) -> tuple[str | None, bool]:
-        with self._named():
+        with self._explained():
             info, paused = self._client.get_all(["/weight_info", "/is_paused"], timeout)
         return _version_in(info), paused.get("is_paused") is True
 
@@ -181,17 +181,17 @@ class HttpRoutes:
 
     def get(self, path: str, timeout: float) -> dict[str, Any]:
         """Ask for what has no method here."""
-        with self._named():
+        with self._explained():
             return self._client.get(path, timeout)
 
     def _post(
         self, path: str, body: Mapping[str, Any] | None, timeout: float | None
     ) -> dict[str, Any]:
-        with self._named():
+        with self._explained():
             return self._client.post(path, body, timeout)
 
     @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
+    def _explained(self) -> Iterator[None]:
         """A 404 means that the server was not started with this route."""
         try:
             yield

@@ -29,7 +29,7 @@ class How(enum.Enum):
 
 
 class Stage(enum.IntEnum):
-    """How far a sync has come. Each follows on the one before."""
+    """How far a sync has come, in order. A finish that is refused leads back to `BEGUN`."""
 
     BEGUN = enum.auto()
     SENT = enum.auto()
@@ -59,6 +59,8 @@ class SyncState:
     steps: dict[Step, How] = field(default_factory=dict)
     """Those that were taken before the first byte."""
     stage: Stage = Stage.BEGUN
+    left_to_another: bool = False
+    """The start was refused, because somebody has an update open."""
     stuck: bool = False
     """It does not answer, or may have an update open: its workers cannot be asked to leave."""
 
@@ -67,6 +69,7 @@ class SyncState:
         self.mark = mark_of(weight_version, held=held)
         self.naming = None
         self.steps = {}
+        self.left_to_another = False
         self.stage = Stage.BEGUN
         self.stuck = False
 
@@ -119,6 +122,7 @@ def has_one_open(refusal: ServerRefused) -> bool:
     return "finish_weight_update first" in str(refusal).lower()
 
 
-def has_none_open(refusal: ServerRefused) -> bool:
+def has_none_open(error: ServerError) -> bool:
     """Whether a finish was refused because no update is open, likewise."""
-    return "finish_weight_update called without" in str(refusal).lower()
+    refused = isinstance(error, ServerRefused)
+    return refused and "finish_weight_update called without" in str(error).lower()

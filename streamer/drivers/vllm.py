@@ -74,8 +74,8 @@ class VllmDriver:
         self._info: ServerInfo | None = None
         self._state = SyncState()
         self._recovery = Recovery(routes, self._state)
-        self._said_paused = (False, -_FRESH)  # and when
-        self._runs = False  # it goes on generating while it is updated: its caller wants that
+        self._said_paused = (False, float("-inf"))  # and when
+        self._runs = False  # it goes on generating while it is updated
         self._last_call: Call | None = None  # which the workers have received whole
 
     def probe(self) -> ServerInfo:
@@ -146,7 +146,7 @@ class VllmDriver:
     def begin(self, weight_version: str) -> None:
         state, routes = self._state, self._routes
         self.verified = None
-        state.steps = {}
+        state.steps, state.left_to_another = {}, False
         paused = self._look()
         # Paused by its user, and not by a sync that failed: ours, or by its mark another's.
         held = paused and not state.must_resume and (not state.is_torn or is_held(state.version))
@@ -180,13 +180,12 @@ class VllmDriver:
             if not self._state.is_torn:
                 # What is open is another trainer's, and so is what becomes of it: that trainer
                 # finds our mark in place of its own, unless it is through with its update.
-                self._state.steps, self._state.must_resume = {}, False
+                self._state.left_to_another, self._state.must_resume = True, False
                 raise ServerError(
-                    f"{self.url}: another trainer has begun to push at the same time: this push "
-                    "gives up, and has marked the server incomplete, so that one of both is "
-                    "repeated: push again"
+                    f"{self.url}: another trainer has begun to push at the same time, or somebody "
+                    "has left an update open: this push gives up; push again"
                 ) from error
-            self._recovery.close_update()
+            self._recovery.close_update(timeout=self._clock.progress)
             self._take(Step.START, self._routes.start)
 
     def _look(self) -> bool:
@@ -280,6 +279,7 @@ class VllmDriver:
         if state.must_resume:
             routes.resume(self._clock.progress)
             state.must_resume = False
+        state.steps = {}
 
     def _finish(self, weight_version: str | None) -> None:
         self._state.stage = Stage.FINISHING

@@ -7,6 +7,8 @@ import contextlib
 import hashlib
 import threading
 import time
+import weakref
+from typing import ClassVar
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from streamer import (
     Timeouts,
     UsageError,
 )
-from streamer.drivers import recovery
+from streamer.drivers import engine_routes, recovery
 from streamer.drivers.calls import LocalCalls
 from streamer.drivers.mark import INCOMPLETE
 from streamer.testing.engine import LocalEngine
@@ -549,6 +551,77 @@ def test_an_engine_that_does_not_tell_that_it_is_paused_is_resumed(
     del engine.inner.update_weights
     streamer.push(make_source(weights(2)), to, pause="none", timeouts=TIMEOUTS)
     assert not engine.inner.is_paused()
+
+
+def test_an_engine_that_names_itself_and_tells_no_pause_is_resumed(
+    make_engine, make_source, weights
+):
+    class Untold(Failing):
+        is_paused = None
+
+    engine = make_engine(Untold)
+    engine.broken = "update_weights"
+    with pytest.raises(ServerRefused, match="left paused"):
+        streamer.push(make_source(weights(1)), engine, timeouts=TIMEOUTS)
+    streamer.push(make_source(weights(2)), engine, pause="none", timeouts=TIMEOUTS)
+    assert not engine._paused
+
+
+def test_what_one_session_has_repaired_another_one_of_the_same_engine_knows(
+    make_engine, make_source, weights
+):
+    engine = make_engine(Nameless)
+    to = streamer.Engine(engine, world_size=1, backend="streamer", device="cpu")
+    with (
+        streamer.connect(to, timeouts=TIMEOUTS) as one,
+        streamer.connect(to, timeouts=TIMEOUTS) as other,
+    ):
+        engine.inner.update_weights = None
+        with pytest.raises(ServerRefused, match="left paused"):
+            one.push(make_source(weights(1)))
+        del engine.inner.update_weights
+        for session in (other, one, other):
+            session.push(make_source(weights(2)))
+            assert not engine.is_paused()
+
+
+def test_what_is_kept_of_engines_does_not_grow(make_engine):
+    engine = make_engine(Nameless)
+    to = streamer.Engine(engine, world_size=1, backend="streamer", device="cpu")
+    before = len(weakref.finalize._registry)
+    for _ in range(5):
+        streamer.Session(to).close()
+    assert len(weakref.finalize._registry) == before + 1
+    assert id(engine) in engine_routes._all_kept
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_engine_that_cannot_be_paused_is_reset_when_the_update_is_closed(
+    make_engine, make_source, weights, times
+):
+    """Also in the push after one that has failed."""
+
+    class Running(Bare):
+        calls: ClassVar[list[str]] = []
+
+        def finish_weight_update(self):
+            self.calls.append("finish")
+            super().finish_weight_update()
+
+        def reset_prefix_cache(self):
+            self.calls.append("reset")
+
+    engine = make_engine(Running)
+    to = streamer.Engine(engine, world_size=1, backend="streamer", device="cpu")
+    with streamer.connect(to, timeouts=TIMEOUTS) as session:
+        if times == 2:
+            engine.inner.update_weights = None
+            with pytest.raises(ServerRefused):
+                session.push(make_source(weights(1)))
+            del engine.inner.update_weights
+        Running.calls.clear()
+        session.push(make_source(weights(2)))
+    assert Running.calls == ["finish", "reset"]
 
 
 class Numbered(LocalEngine):

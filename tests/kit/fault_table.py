@@ -181,8 +181,10 @@ def _failed(phase: Phase, done: bool, answered: bool = True) -> Outcome:
         if phase.name == "begin: start" and not done:
             return replace(OLD, marked=True, paused=True)
         return OLD
-    if phase.group in ("reset", "finish", "name"):
+    if phase.group in ("reset", "finish"):
         return replace(MIXTURE, weights="new")
+    if phase.group in ("name", "resume"):
+        return Outcome(marked=phase.group == "name" and not done)
     if phase.group == "update":
         weights = {
             "update: first byte": "mixture" if done else "old",
@@ -191,7 +193,7 @@ def _failed(phase: Phase, done: bool, answered: bool = True) -> Outcome:
             "update: answer": "new",
         }[phase.name]
         return replace(MIXTURE, weights=weights)
-    return Outcome(paused=not done, marked=not done)
+    raise AssertionError(phase)
 
 
 def _raises(state: Outcome, error: type[StreamerError], says: str, phase: Phase) -> Outcome:

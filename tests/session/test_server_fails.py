@@ -109,7 +109,7 @@ def test_the_same_between_two_servers(session, server, other_server, push, make_
 def test_a_commit_that_is_refused(session, server, push, make_source, where):
     one = session(server)
     push(one, [server], weights(1))
-    server.fail(where, 500, "no")
+    server.fail(where, 500, "no", times=2 if where == "/resume" else 1)
     with pytest.raises(ServerRefused, match=f"{where}: 500 no") as caught:
         one.push(make_source(weights(2)), weight_version="v2")
     (held,) = caught.value.held.values()

@@ -58,7 +58,7 @@ def test_a_server_that_was_left_paused_is_not_taken_for_one_that_serves(
     one = session(server)
     one.push(make_source(weights(1)))
     source = make_source(weights(2), weight_version="commit-2")
-    server.fail("/resume", 500)
+    server.fail("/resume", 500, times=2)
     with pytest.raises(ServerRefused) as caught:
         one.push(source)
     assert caught.value.held == {

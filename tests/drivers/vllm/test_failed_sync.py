@@ -10,6 +10,7 @@ import pytest
 from kit_fake_vllm import MARK, SENT, call_of, commit_fails, sync
 from streamer import DeadlineExceeded, ServerError, ServerRefused, Timeouts
 from streamer.drivers import recovery
+from streamer.drivers.mark import INCOMPLETE
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -263,10 +264,19 @@ def test_abandon_a_server_that_does_not_answer(driver, vllm, how):
 LEFT = "holds the new weights, but is marked incomplete and left paused: push again"
 
 
-def test_abandon_after_the_finish(driver, vllm):
+def test_abandon_resumes_where_all_has_arrived(driver, vllm):
+    one = driver()
+    commit_fails(one, vllm, "/resume")
+    assert one.abandon() == "holds the new weights, and answers with them"
+    assert vllm.serves == ("v2", False, False)
+    assert one.is_ours()
+
+
+def test_abandon_marks_what_cannot_be_resumed(driver, vllm):
     """The mark tells the next trainer that it was a sync, and not the user, that has paused it."""
     one = driver()
     commit_fails(one, vllm, "/resume")
+    vllm.fail("/resume", 500, "no")
     assert one.abandon() == LEFT
     assert vllm.serves == (MARK, True, False)
     assert one.is_ours()
@@ -276,21 +286,40 @@ def test_abandon_after_the_finish(driver, vllm):
 
 
 @pytest.mark.parametrize("verify", [False, True])
-@pytest.mark.parametrize("done", [False, True])
-def test_a_naming_without_an_answer_is_found_out(driver, vllm, verify, done):
+@pytest.mark.parametrize("how", ["refused", "done", "late"])
+@pytest.mark.parametrize("held", [False, True], ids=["ours", "its user's"])
+def test_a_naming_without_an_answer_leaves_no_pause_of_ours(driver, vllm, verify, how, held):
+    """It may be carried out yet, and takes the mark away then."""
+    vllm.paused = held
     one = driver(Timeouts(5, 0.4), verify=verify)
     one.begin("v2")
     one.update(call_of())
-    if done:
-        vllm.delay("/update_weight_version", 1)
-    else:
+    if how == "refused":
         vllm.fail("/update_weight_version", 500, "no")
+    else:
+        vllm.delay("/update_weight_version", 1, first=how == "late")
     with pytest.raises((DeadlineExceeded, ServerRefused), match="/update_weight_version"):
         one.commit("v2", SENT)
-    assert one.abandon() == LEFT
-    assert vllm.serves == (MARK, True, False)
+    if how == "done":
+        assert one.abandon() == "holds the new weights, and answers with them"
+        assert vllm.serves == ("v2", held, False)
+    else:
+        assert one.abandon() == "holds the new weights, but is marked incomplete: push again"
+        assert vllm.weight_version.startswith(INCOMPLETE)
+        assert vllm.serves[1:] == (held, False)
+    if how == "late":
+        time.sleep(1.2)
+        assert vllm.serves == ("v2", held, False)
     sync(driver(), "v3")
-    assert vllm.serves == ("v3", False, False)
+    assert vllm.serves == ("v3", held, False)
+
+
+def test_a_push_that_does_not_begin_undoes_nothing_of_the_last(driver, vllm):
+    one = driver()
+    sync(one, "v2")
+    vllm.fake.calls.clear()
+    assert one.release() == ""
+    assert vllm.fake.calls == []
 
 
 @pytest.mark.parametrize("done", [False, True])
@@ -311,20 +340,11 @@ def test_a_finish_that_comes_late_leaves_the_mark(driver, vllm, done):
     assert vllm.serves == ("v3", False, False)
 
 
-def test_abandon_after_a_resume_that_was_done(driver, vllm):
-    """Only its answer was lost."""
+def test_abandon_after_the_finish_where_it_cannot_be_marked(driver, vllm):
     one = driver()
     commit_fails(one, vllm, "/resume")
-    vllm.paused = False
-    assert one.abandon() == "holds the new weights, and answers with them"
-    assert vllm.serves == ("v2", False, False)
-
-
-@pytest.mark.parametrize("path", ["/is_paused", "/update_weight_version"])
-def test_abandon_after_the_finish_where_it_cannot_be_marked(driver, vllm, path):
-    one = driver()
-    commit_fails(one, vllm, "/resume")
-    vllm.fail(path, 500, "no")
+    vllm.fail("/resume", 500, "no")
+    vllm.fail("/update_weight_version", 500, "no")
     assert one.abandon() == "holds the new weights, but may still be paused: POST /resume to it"
     assert vllm.serves == ("v2", True, False)
 

@@ -66,7 +66,9 @@ def begin_at_once(late, other, vllm):
 def test_two_that_begin_at_once_leave_a_mark_and_the_update_open(driver, vllm):
     late, other = driver(), driver()
     begin_at_once(late, other, vllm)
-    late.release()
+    assert late.release() == (
+        "is marked incomplete, and its open update is left to whoever has begun it"
+    )
     assert vllm.serves == (MARK, True, True), "what is open is the other's"
     other.update(call_of())
     with pytest.raises(ServerError, match="another trainer has pushed"):
@@ -93,7 +95,7 @@ def test_a_mark_that_another_trainer_took_away_is_put_back(driver, vllm):
     with pytest.raises(ServerRefused):
         one.update(call_of())
     assert one.abandon() == (
-        "may hold a mixture, had lost its mark, and is marked incomplete again: push again"
+        "may hold a mixture, had lost its mark, and is paused and marked incomplete: push again"
     )
     assert vllm.serves == (MARK, True, False)
 
