@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from streamer import Session, StreamerError, TensorSpec, Timeouts
 from streamer.drivers.base import JoinInfo
 from streamer.drivers.http import HttpClient, normalize_url
+from streamer.drivers.routes import HttpRoutes
 from streamer.drivers.secrets import hide_user
 from streamer.drivers.vllm import VllmDriver
 from streamer.plan import make_plan
@@ -108,9 +109,21 @@ def test_every_call_of_a_driver(stub, reply, answers, verify):
         status, body, headers = answers.get(path, (200, json.dumps(SOUND.get(path, {})), None))
         for method in ("GET", "POST"):
             stub.routes[f"{method} {path}"] = reply(body, status, headers)
+    named = ["default"]
+
+    def name(handler):
+        named.append(handler.call.body["new_version"])
+        reply({})(handler)
+
+    if not answers.keys() & {"/weight_info", "/update_weight_version"}:
+        # Or no sync would come to its end.
+        stub.routes["POST /update_weight_version"] = name
+        stub.routes["GET /weight_info"] = lambda handler: reply({"weight_version": named[-1]})(
+            handler
+        )
     timeouts = Timeouts(connect=SECONDS, progress=SECONDS)
-    client = HttpClient(stub.url, connect_timeout=SECONDS)
-    driver = VllmDriver(client, clock=Clock(timeouts), verify=verify)
+    routes = HttpRoutes(HttpClient(stub.url, connect_timeout=SECONDS))
+    driver = VllmDriver(routes, clock=Clock(timeouts), verify=verify)
     plan = make_plan([TensorSpec("a", torch.float32, (2,))])
     info = JoinInfo({"nccl_unique_id_b64": "x"}, 1, 3, True, 1 << 20, 2)
     with ours_alone():
