@@ -67,7 +67,8 @@ class Peer:
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        with self._process:
+        # What could not be written to one that has died is tried again, and waiting goes on.
+        with contextlib.suppress(BrokenPipeError), self._process:
             pass
 
 

@@ -112,7 +112,8 @@ def test_a_peer_that_dies_ends_the_wait() -> None:
         peer.tell("checksum")
         assert peer.answer() == {}
         os.kill(peer.pid, signal.SIGKILL)
-        peer.tell("checksum")
+        os.waitid(os.P_PID, peer.pid, os.WEXITED | os.WNOWAIT)
+        peer.tell("checksum")  # into a pipe that is broken
         with pytest.raises(TransportError, match="has died"):
             peer.answer()
     assert not Path(f"/proc/{peer.pid}").exists()
