@@ -65,11 +65,12 @@ class SyncState:
     """It does not answer, or may have an update open: its workers cannot be asked to leave."""
 
     def begin(self, weight_version: str, *, held: bool) -> None:
-        """A sync begins; ``held``: its user has paused the server."""
+        """A sync begins; ``held``: its user has paused the server.
+
+        `steps` and `left_to_another` are cleared by the driver before it looks, which may fail.
+        """
         self.mark = mark_of(weight_version, held=held)
         self.naming = None
-        self.steps = {}
-        self.left_to_another = False
         self.stage = Stage.BEGUN
         self.stuck = False
 

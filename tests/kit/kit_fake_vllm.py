@@ -168,6 +168,15 @@ def commit_fails(one, vllm, path, text="no"):
         one.commit("v2")
 
 
+def update_fails(one, vllm):
+    """A sync of ``one`` to v2 that fails when bytes have flown, and is abandoned."""
+    one.begin("v2")
+    vllm.fail("/update_weights", 500, "no")
+    with pytest.raises(ServerRefused):
+        one.update(call_of())
+    one.abandon()
+
+
 def sync(one, version):
     """One that goes well."""
     one.begin(version)

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from kit_fake_vllm import MARK, PAUSE, RESET, SENT, call_of, commit_fails, steps, sync
+from kit_fake_vllm import MARK, PAUSE, RESET, SENT, call_of, commit_fails, steps, sync, update_fails
 from streamer import ServerError, ServerRefused
 from streamer.drivers.mark import INCOMPLETE
 
@@ -161,11 +161,7 @@ def test_where_the_caller_has_paused_it_stays_paused(driver, vllm):
 def test_what_another_trainer_has_repaired_is_resumed_no_more(driver, vllm):
     """By then it may be the server's user who has paused it."""
     one, other = driver(), driver()
-    one.begin("v2")
-    vllm.fail("/update_weights", 500, "no")
-    with pytest.raises(ServerRefused):
-        one.update(call_of())
-    one.abandon()
+    update_fails(one, vllm)
     other.probe()
     sync(other, "v3")
     vllm.paused = True
@@ -234,11 +230,7 @@ def test_a_user_s_pause_is_not_undone_after_another_trainer_s_repair(driver, vll
     """The repair comes when one has been asked already what it is, and before it begins."""
     vllm.backend = "streamer"
     one, other = driver(), driver()
-    one.begin("v2")
-    vllm.fail("/update_weights", 500, "no")
-    with pytest.raises(ServerRefused):
-        one.update(call_of())
-    one.abandon()
+    update_fails(one, vllm)
     one.probe()
     other.probe()
     sync(other, "v3")

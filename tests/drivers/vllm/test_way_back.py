@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kit_fake_vllm import MARK, PAUSE, RESET, call_of, steps, sync
-from streamer import IncompatibleServer, ServerError, ServerRefused
+from kit_fake_vllm import MARK, PAUSE, RESET, call_of, steps, sync, update_fails
+from streamer import IncompatibleServer, ServerError
 from streamer.drivers.mark import INCOMPLETE
 
 pytestmark = pytest.mark.timeout(60)
@@ -49,11 +49,7 @@ def test_a_late_finish_does_not_commit_what_another_trainer_has_begun(driver, vl
 def torn(driver, vllm, **options):
     """A driver whose last sync has failed."""
     one = driver(**options)
-    one.begin("v2")
-    vllm.fail("/update_weights", 500, "no")
-    with pytest.raises(ServerRefused):
-        one.update(call_of())
-    one.abandon()
+    update_fails(one, vllm)
     vllm.fake.calls.clear()
     return one
 
