@@ -221,19 +221,19 @@ class Plot:
 
     def _out_of_memory(self, at: int, fail: Callable[[Exception], None]) -> None:
         error = torch.OutOfMemoryError("DefaultCPUAllocator: can't allocate memory\n(a trace)")
-        allocate, as_raw = staging.Stage.allocate, staging.as_raw
+        allocate, add = staging.Stage.allocate, staging.Stage.add
 
         def allocate_nothing(stage: Any, nbytes: int) -> torch.Tensor:
             if nbytes:
                 raise error
             return allocate(stage, nbytes)
 
-        def copy_nothing(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.data_ptr() == at:
+        def add_nothing(stage: Any, fill: Any, payload: Any, *rest: Any) -> None:
+            if payload.data_ptr() == at:
                 fail(error)
-            return as_raw(tensor)
+            add(stage, fill, payload, *rest)
 
         if self.cell.phase.group == "init":
             self.monkeypatch.setattr(staging.Stage, "allocate", allocate_nothing)
         else:
-            self.monkeypatch.setattr(staging, "as_raw", copy_nothing)
+            self.monkeypatch.setattr(staging.Stage, "add", add_nothing)
