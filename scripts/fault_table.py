@@ -53,8 +53,9 @@ HEAD_NCCL = """# Faults over NCCL
 
 The table of [faults](faults.md), where deadlines, states and kinds are explained, over NCCL: a
 reference server of one worker on one GPU, the trainer on another, or on the same, NCCL being told
-that they are two hosts. The tests and the deadlines are the same; in every cell no thread of the trainer is left, and the next sync of the same session
-succeeds with equal checksums. What NCCL makes different:
+that they are two hosts. The tests and the deadlines are the same; in every cell no thread of the
+trainer is left, and the next sync of the same session succeeds with equal checksums. What NCCL
+makes different:
 
 - The chunks of these tests are so small that NCCL leaves them in the memory of a worker that is
   stopped, and the trainer is through: the error says so, and not that no byte moved. Once it goes
@@ -68,7 +69,8 @@ succeeds with equal checksums. What NCCL makes different:
   twelve of 120 syncs: by 14 MiB over NVLink, by 39 over the network (over Gloo it stays as it is).
 
 Written by `python scripts/fault_table.py faults.xml GPUS COMMIT`, from the part `faults` of
-`tests/gpu/run.sh`. All of it held between two H200s at 1242cd5. The last run: {where}.
+`tests/gpu/run.sh`. All of it held between two H200s at 1242cd5. The last run:
+{where}.
 """
 GPUS = {"1": "one H200, NCCL over the loopback network", "2": "two H200s"}
 TITLES = (
