@@ -13,11 +13,10 @@ import argparse
 import sys
 
 import streamer
-from streamer.events import ChunkSent, Event
 
 
-def show(event: Event) -> None:
-    if isinstance(event, ChunkSent):
+def show(event: streamer.Event) -> None:
+    if isinstance(event, streamer.ChunkSent):
         print(f"\r{event.bytes / event.total_bytes:4.0%}", end="", file=sys.stderr)
 
 

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from streamer.aio import aconnect, apush
+    from streamer.drivers.base import ServerInfo
     from streamer.drivers.engine import Engine
     from streamer.drivers.sync_client import WeightSyncClient
+    from streamer.events import ChunkSent, Event, SyncFailed, SyncFinished, SyncStarted
     from streamer.exceptions import (
         DeadlineExceeded,
         IncompatibleServer,
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from streamer.plan import Plan, make_plan
     from streamer.ranks import Ranks
     from streamer.registry import open_source, register_plugin
-    from streamer.report import Report
+    from streamer.report import Report, Seconds, ServerReport
     from streamer.session import Session, connect, push
     from streamer.source import DeferredTensor, Payload, TensorSpec, WeightSource
     from streamer.timeouts import Timeouts
@@ -49,10 +51,12 @@ if TYPE_CHECKING:
     from streamer.transforms import cast, exclude, map_tensors, rename, select
 
 __all__ = [
+    "ChunkSent",
     "ConnectOptions",
     "DeadlineExceeded",
     "DeferredTensor",
     "Engine",
+    "Event",
     "IncompatibleServer",
     "Payload",
     "Plan",
@@ -62,13 +66,19 @@ __all__ = [
     "RankError",
     "Ranks",
     "Report",
+    "Seconds",
     "ServerError",
+    "ServerInfo",
     "ServerRefused",
+    "ServerReport",
     "ServerUnreachable",
     "Session",
     "SourceError",
     "SpecMismatch",
     "StreamerError",
+    "SyncFailed",
+    "SyncFinished",
+    "SyncStarted",
     "TensorSpec",
     "Timeouts",
     "Trace",
@@ -93,10 +103,12 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ChunkSent": "events",
     "ConnectOptions": "options",
     "DeadlineExceeded": "exceptions",
     "DeferredTensor": "source",
     "Engine": "drivers.engine",
+    "Event": "events",
     "IncompatibleServer": "exceptions",
     "Payload": "source",
     "Plan": "plan",
@@ -106,13 +118,19 @@ _HOMES = {
     "RankError": "exceptions",
     "Ranks": "ranks",
     "Report": "report",
+    "Seconds": "report",
     "ServerError": "exceptions",
+    "ServerInfo": "drivers.base",
     "ServerRefused": "exceptions",
+    "ServerReport": "report",
     "ServerUnreachable": "exceptions",
     "Session": "session",
     "SourceError": "exceptions",
     "SpecMismatch": "exceptions",
     "StreamerError": "exceptions",
+    "SyncFailed": "events",
+    "SyncFinished": "events",
+    "SyncStarted": "events",
     "TensorSpec": "source",
     "Timeouts": "timeouts",
     "Trace": "trace",

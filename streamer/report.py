@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,8 @@ class Seconds:
     """Wall-clock seconds of a sync, phase by phase.
 
     ``open``: opening and checking the source. ``connect``: asking the servers, rendezvous and
-    warm-up; 0 when the session was connected already. ``update``: from pause to the last byte
+    warm-up; some milliseconds, to see that all are still there, when the session was connected
+    already. ``update``: from pause to the last byte
     received. ``finish``: from there until the servers answer requests again. ``total``: all of it.
     ``verify`` is no phase of its own: what proving the arrival has cost in them, on the rank or
     the server where it took longest.
@@ -74,31 +76,37 @@ class Report:
         return {name: values[name] for name in order}
 
 
+class Stopwatch:
+    """Times the phases of a sync, one after the other, from the moment that it is made."""
+
+    def __init__(self) -> None:
+        self._started = self._last = time.monotonic()
+        self._laps = {"open": 0.0, "connect": 0.0, "update": 0.0, "finish": 0.0}
+
+    def lap(self, phase: str) -> None:
+        """``phase``, a field of `Seconds`, ends now."""
+        now = time.monotonic()
+        self._laps[phase] = now - self._last
+        self._last = now
+
+    def seconds(self, verify: float) -> Seconds:
+        """Up to the last lap; a phase that did not come has taken none."""
+        return Seconds(**self._laps, total=self._last - self._started, verify=verify)
+
+
 def make_report(
     plan: Plan | None,
     weight_version: str,
-    marks: Sequence[float],
+    watch: Stopwatch,
     verify: float,
     servers: Sequence[ServerReport],
 ) -> Report:
-    """The report of a sync that has sent ``plan``; nothing if that is None.
-
-    ``marks``: when it started, the source was open, the group connected, the last byte received,
-    the servers resumed.
-    """
-    started, opened, connected, updated, finished = marks
+    """The report of a sync that has sent ``plan``; nothing if that is None."""
     return Report(
         tensors=plan.tensors if plan else 0,
         bytes=plan.nbytes if plan else 0,
         chunks=len(plan.chunks) if plan else 0,
-        seconds=Seconds(
-            open=opened - started,
-            connect=connected - opened,
-            update=updated - connected,
-            finish=finished - updated,
-            total=finished - started,
-            verify=verify,
-        ),
+        seconds=watch.seconds(verify),
         weight_version=weight_version,
         servers=tuple(servers),
     )

@@ -10,18 +10,16 @@ import logging
 import os
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import TracebackType
 from typing import Unpack
 
-from streamer.aio import AGAIN_SECONDS, at_once, beside
 from streamer.announce import announced
 from streamer.drivers.base import ServerInfo
 from streamer.drivers.factory import Servers, listed
 from streamer.drivers.mark import check_weight_version
-from streamer.events import ChunkSent, Event, SyncFailed, SyncFinished, SyncStarted
+from streamer.events import Event, SyncFailed, SyncFinished
 from streamer.exceptions import PushCancelled, StreamerError, UsageError
 from streamer.fleet import Fleet
 from streamer.follower import follow
@@ -30,16 +28,11 @@ from streamer.options import ConnectOptions, Options
 from streamer.plan import Plan, make_plan
 from streamer.ranks import Leader, several_ranks
 from streamer.registry import default_registry, open_source
-from streamer.report import Report, ServerReport, make_report
-from streamer.source import (
-    WeightSource,
-    checked,
-    close_source,
-    ranks_of,
-    specs_of,
-    version_of,
-)
+from streamer.report import Report, Stopwatch
+from streamer.source import WeightSource, close_source, ranks_of, specs_of
+from streamer.sync import Sync
 from streamer.timeouts import Clock
+from streamer.turn import AGAIN_SECONDS, Turn
 
 log = logging.getLogger("streamer")
 
@@ -55,17 +48,13 @@ class Session:
         self._options = Options.parse(options)
         self._clock = Clock(self._options.timeouts)
         self._fleet = Fleet(listed(to), self._options, self._clock)
-        self.deliver: Callable[[Callable[[], None]], object] = at_once
-        """Calls ``on_event``; `apush` has that done on the thread of its event loop."""
-        self.turn = threading.Lock()
-        """Held while `apush` works on a thread."""
+        self._turn = Turn()
         self._closed = False
         self._pushing = threading.Lock()
         self._pusher: int | None = None
         self._process = os.getpid()
         self._interrupts = Interrupts(self._fleet.wake, self._fleet.insist)
         self._kept: Plan | None = None  # of the last push: the next one is often the same
-        self._opened = 0.0
 
     @property
     def servers(self) -> list[ServerInfo]:
@@ -80,7 +69,8 @@ class Session:
         ``source`` is what `streamer.open_source` takes. Everything that can be checked is checked
         before the first call that changes anything on a server. The servers serve the new weights
         when this returns. If it raises before a byte was sent they serve the old ones; after that
-        they stay paused and marked as incomplete, and ``error.held`` says what each may hold.
+        they stay paused and marked as incomplete, unless all had arrived and what failed is one of
+        the trainer's other ranks. ``error.held`` says what each holds.
 
         Without ``weight_version`` the source's own is used (a Hub commit), or one is made up.
         Servers that all say they serve the source's own version already are left alone, unless
@@ -115,7 +105,7 @@ class Session:
     def _run(self, source: object, weight_version: str | None, force: bool) -> Report:
         self._clock.start()
         self._interrupts.requested = False
-        started = time.monotonic()
+        watch = Stopwatch()
         trace = self._options.trace
         opened: WeightSource | None = None
         try:
@@ -126,15 +116,11 @@ class Session:
                 opened = open_source(source)
             ranks = ranks_of(opened)
             if ranks is not None and not ranks.sends:
-                return self._follow(opened)
-            with Leader(opened, self._clock) as leader:
-                with trace.span("plan"):
-                    plan = self._plan(opened)
-                    leader.begin(plan)
-                self._opened = time.monotonic()
-                report = self._lead(plan, opened, weight_version, force, started, leader)
-                leader.finish(report)
-                return report
+                report = self._follow(opened)
+            else:
+                report = self._lead(opened, weight_version, force, watch)
+            self._tell(SyncFinished(report))
+            return report
         except BaseException as error:
             told = self._interrupts.told(error)
             self._tell(SyncFailed(told))
@@ -151,13 +137,29 @@ class Session:
     ) -> Report:
         """`push` for asyncio, which runs on a thread of its own: see `streamer.aio`."""
         step = partial(self.push, source, weight_version=weight_version, force=force)
-        return await beside(self, step)
+        return await self._turn.beside(step, self.cancel)
 
     def _follow(self, source: WeightSource) -> Report:
         with self._interrupts:
-            report = follow(source, self._clock, self._interrupts.check)
-        self._tell(SyncFinished(report))
-        return report
+            return follow(source, self._clock, self._interrupts.check)
+
+    def _lead(
+        self, source: WeightSource, weight_version: str | None, force: bool, watch: Stopwatch
+    ) -> Report:
+        with Leader(source, self._clock) as leader:
+            with self._options.trace.span("plan"):
+                plan = self._plan(source)
+                leader.begin(plan)
+            watch.lap("open")
+            sync = Sync(self._fleet, plan, leader, self._clock, self._interrupts, self._tell)
+            report = sync.run(source, weight_version, force, watch)
+            try:
+                leader.finish(report)
+            except StreamerError as error:
+                holds = "holds the new weights, and answers with them"
+                error.held = dict.fromkeys(self._fleet.urls, holds)
+                raise
+            return report
 
     def _plan(self, source: WeightSource) -> Plan:
         if not self._fleet.drivers:
@@ -171,107 +173,27 @@ class Session:
             )
         return self._kept
 
-    def _lead(
-        self,
-        plan: Plan,
-        source: WeightSource,
-        weight_version: str | None,
-        force: bool,
-        started: float,
-        leader: Leader,
-    ) -> Report:
-        joined = self._fleet.is_joined(self._interrupts.check_request)
-        if not joined:
-            self._probe()
-        version = weight_version or version_of(source)
-        check_weight_version(version)
-        if version is None:
-            version = f"streamer-{uuid.uuid4().hex[:12]}"
-        elif weight_version is None and not force and self._fleet.serves(version):
-            return self._report(None, version, started, [time.monotonic()] * 3)
-        for driver in self._fleet.drivers:
-            driver.check(plan)
-        if not joined:
-            self._join()
-        connected = time.monotonic()
-        self._tell(SyncStarted(plan.tensors, plan.nbytes, len(plan.chunks), self._fleet.urls))
-        with self._interrupts:
-            try:
-                self._update(plan, source, version, leader)
-                updated = time.monotonic()
-                group = self._fleet.group
-                sent = group.sent if group is not None else None
-                self._fleet.each(lambda driver: driver.commit(version, sent), to_the_end=True)
-            except BaseException as error:
-                leader.fail(error)
-                self._fleet.give_up(error)
-                raise
-        return self._report(plan, version, started, [connected, updated, time.monotonic()])
-
-    def _report(
-        self, plan: Plan | None, version: str, started: float, marks: list[float]
-    ) -> Report:
-        """``marks``: when the group was connected, the last byte received, the servers resumed."""
-        servers = [
-            ServerReport(
-                server.url, server.world_size, server.version, driver.verified if plan else None
-            )
-            for driver, server in zip(self._fleet.drivers, self.servers, strict=True)
-        ]
-        verify = self._fleet.verify_seconds if plan else 0.0
-        report = make_report(plan, version, [started, self._opened, *marks], verify, servers)
-        self._tell(SyncFinished(report))
-        return report
-
     def join(self) -> None:
         """Make every worker join a fresh broadcast group. Done by a push if need be."""
         with self._alone():
             self._refuse_if_closed()
             self._fleet.refuse_on_own_loop()
             self._interrupts.requested = False
-            self._probe()
-            self._join()
+            self._fleet.probe()
+            self._interrupts.check_request()
+            self._fleet.join()
+
+    async def ajoin(self) -> None:
+        """`join` for asyncio, as `apush`."""
+        await self._turn.beside(self.join, self.cancel)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise UsageError("the session is closed: connect again")
 
-    def _probe(self) -> None:
-        self._interrupts.check_request()
-        self._fleet.probe()
-
-    def _join(self) -> None:
-        self._interrupts.check_request()
-        self._fleet.join()
-
-    def _update(self, plan: Plan, source: WeightSource, version: str, leader: Leader) -> None:
-        group = self._fleet.group
-        assert group is not None
-        payloads = checked(source, plan.specs)
-
-        def on_progress(nbytes: int) -> None:
-            self._tell(ChunkSent(min(nbytes, plan.nbytes), plan.nbytes))
-
-        def check() -> None:
-            self._interrupts.check()
-            self._clock.check()
-            leader.check()
-
-        # No signal breaks into a collective that other ranks are in.
-        within = self._interrupts.within if leader.alone else leader.within
-        with contextlib.closing(payloads):
-            group.sync(
-                plan,
-                within(payloads),
-                lambda: self._fleet.each(lambda driver: driver.begin(version)),
-                on_progress,
-                check,
-                source=source,
-            )
-
     def _tell(self, event: Event) -> None:
         if self._options.on_event is not None:
-            self.deliver(partial(_observe, self._options.on_event, event))
+            self._turn.deliver(partial(_observe, self._options.on_event, event))
         for problem in default_registry().call_on_event(event):
             log.error("a plugin's streamer_on_event failed", exc_info=problem)
 
@@ -318,6 +240,10 @@ class Session:
         finally:
             if idle:
                 self._pushing.release()
+
+    async def aclose(self) -> None:
+        """`close` for asyncio; a push of another task is cancelled, and ends before."""
+        await self._turn.last(self.close, self.cancel)
 
     def __enter__(self) -> Session:
         return self

@@ -314,6 +314,26 @@ def test_a_task_group_ends_its_push(server, weights, make_source):
     assert not server.paused
 
 
+def test_a_thread_that_cannot_be_started(server, weights, make_source, monkeypatch):
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "streamer-push":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async def main():
+        async with streamer.aconnect(server.url, **OPTIONS) as session:
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", refuse)
+                with pytest.raises(RuntimeError, match="can't start"):
+                    await session.apush(make_source(weights(1)))
+            await session.apush(make_source(weights(1)))
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+    assert server.holds(weights(1))
+
+
 def test_connecting_can_be_cancelled(server):
     server.fail("/init_weight_transfer_engine", 0, delay=3)
 

@@ -10,9 +10,10 @@ import threading
 import pytest
 
 from kit_session import UPDATE, weights
-from streamer import ServerRefused, StreamerError, hookimpl, registry
+from streamer import RankError, ServerRefused, StreamerError, hookimpl, registry
 from streamer.drivers.mark import INCOMPLETE
 from streamer.events import ChunkSent, SyncFailed, SyncFinished, SyncStarted
+from streamer.ranks import Leader
 from streamer.registry import Registry
 
 pytestmark = pytest.mark.timeout(120)
@@ -121,6 +122,23 @@ def test_a_failed_sync_is_told(session, server, make_source):
         with pytest.raises(StreamerError) as caught:
             one.push(source)
         assert events == [SyncFailed(caught.value)]
+
+
+def test_a_rank_that_fails_after_the_last_byte(session, server, make_source, monkeypatch):
+    """The servers have been let go by then, and the push is told once, as failed."""
+
+    def finish(leader, report):
+        raise RankError("rank 1 failed: OSError", 1)
+
+    monkeypatch.setattr(Leader, "finish", finish)
+    events = []
+    one = session(server, on_event=events.append)
+    with pytest.raises(RankError) as caught:
+        one.push(make_source(weights(1)))
+    assert caught.value.held == {server.url: "holds the new weights, and answers with them"}
+    assert [type(event) for event in events[-2:]] == [ChunkSent, SyncFailed]
+    assert server.holds(weights(1))
+    assert not server.paused
 
 
 def test_a_plugin_that_fails_is_logged_and_stops_nothing(
