@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
+    from streamer.held import Held, Remedy
     from streamer.hookspecs import hookimpl
     from streamer.options import ConnectOptions
     from streamer.plan import Plan, make_plan
@@ -57,6 +58,7 @@ __all__ = [
     "DeferredTensor",
     "Engine",
     "Event",
+    "Held",
     "IncompatibleServer",
     "Payload",
     "Plan",
@@ -65,6 +67,7 @@ __all__ = [
     "PushCancelled",
     "RankError",
     "Ranks",
+    "Remedy",
     "Report",
     "Seconds",
     "ServerError",
@@ -109,6 +112,7 @@ _HOMES = {
     "DeferredTensor": "source",
     "Engine": "drivers.engine",
     "Event": "events",
+    "Held": "held",
     "IncompatibleServer": "exceptions",
     "Payload": "source",
     "Plan": "plan",
@@ -117,6 +121,7 @@ _HOMES = {
     "PushCancelled": "exceptions",
     "RankError": "exceptions",
     "Ranks": "ranks",
+    "Remedy": "held",
     "Report": "report",
     "Seconds": "report",
     "ServerError": "exceptions",

@@ -40,4 +40,4 @@ class SyncFailed:
 
 
 Event = SyncStarted | ChunkSent | SyncFinished | SyncFailed
-"""What ``on_event`` and the hook `streamer_on_event` are called with: the start, the chunks, and how it ended."""
+"""What ``on_event`` and `streamer_on_event` are called with: the start, the chunks, and the end."""

@@ -23,14 +23,17 @@ they are caught, with ``from``.
 
 from __future__ import annotations
 
+from streamer.held import Held
+
 
 class StreamerError(Exception):
     """Base of the tree. ``str(error)`` is one line, fit for a user.
 
-    ``held`` is filled by a failed sync: what each server may hold afterwards, by URL.
+    ``held`` is filled by a failed sync: what each server may hold afterwards, by URL, and what to
+    do about it.
     """
 
-    held: dict[str, str]
+    held: dict[str, Held]
 
     def __init__(self, message: str) -> None:
         super().__init__(plain(message))

@@ -15,6 +15,7 @@ from streamer.drivers.engine import Engine
 from streamer.drivers.factory import make_driver, refuse_on_own_loop
 from streamer.exceptions import StreamerError, UsageError
 from streamer.group import Group
+from streamer.held import Held
 from streamer.options import Options
 from streamer.timeouts import Clock
 
@@ -93,11 +94,11 @@ class Fleet:
         if flowing and broken:
             # First our end: workers that still wait for the trainer cannot answer before that.
             self._drop_group()
-        held: dict[str, str] = {}
+        held: dict[str, Held] = {}
 
         def end(driver: Driver) -> None:
             state = driver.abandon() if flowing else driver.release()
-            if state:
+            if state is not None:
                 held[driver.url] = state
 
         self._clean_up(error, end)

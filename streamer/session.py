@@ -23,6 +23,7 @@ from streamer.events import Event, SyncFailed, SyncFinished
 from streamer.exceptions import PushCancelled, StreamerError, UsageError
 from streamer.fleet import Fleet
 from streamer.follower import follow
+from streamer.held import Held
 from streamer.interrupts import Interrupts
 from streamer.options import ConnectOptions, Options
 from streamer.plan import Plan, make_plan
@@ -156,7 +157,7 @@ class Session:
             try:
                 leader.finish(report)
             except StreamerError as error:
-                holds = "holds the new weights, and answers with them"
+                holds = Held("holds the new weights, and answers with them")
                 error.held = dict.fromkeys(self._fleet.urls, holds)
                 raise
             return report

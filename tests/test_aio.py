@@ -397,7 +397,7 @@ def test_a_push_of_another_thread_is_cancelled_too(server, weights, make_source)
         session.cancel()
         thread.join(SOON)
         assert not thread.is_alive()
-        assert "holds a mixture" in caught[0].held[server.url]
+        assert "holds a mixture" in str(caught[0].held[server.url])
         assert isinstance(events[-1], SyncFailed)
         assert events[-1].error is caught[0]
         session.push(make_source(weights(1)))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import streamer
+from kit_checks import all_told
 from streamer import (
     IncompatibleServer,
     Session,
@@ -245,7 +246,7 @@ def liar(fake_server, reply):
 
 
 def check_incomplete(server, error):
-    assert "marked incomplete and left paused" in error.held[server.url]
+    assert "marked incomplete and left paused" in all_told(error)[server.url]
     assert server.paused
     assert server.weight_version.startswith(f"{INCOMPLETE}v2#")
 
@@ -441,7 +442,7 @@ def test_other_weights_that_change_nothing_are_an_error(push, plain, first_arriv
     then, now = re.findall(r"\b[0-9a-f]{16}\b", text)
     assert then != now
     assert "look for NCCL errors in its log and restart it" in text
-    assert caught.value.held[plain.url].endswith("left paused: restart it")
+    assert all_told(caught.value)[plain.url].endswith("left paused: restart it")
     assert plain.paused
     assert plain.weight_version.startswith(f"{INCOMPLETE}v2#")
 

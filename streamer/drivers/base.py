@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from streamer.held import Held
+
 if TYPE_CHECKING:  # these import torch, for which the command line does not wait to ask a server
     from streamer.plan import Call, Plan
     from streamer.verify import Sent
@@ -102,14 +104,17 @@ class Driver(Protocol):
         not to hold what was sent it stays marked and paused: `VerificationError`.
         """
 
-    def release(self) -> str:
+    def release(self) -> Held | None:
         """Undo ``begin``: no byte was sent, and the server shall serve its old weights again.
 
-        Empty if it does. Otherwise it may be marked and paused, and this says how, and why.
+        None if it does. Otherwise it may be marked and paused: how, and why.
         """
 
-    def abandon(self) -> str:
-        """Close a failed update, leaving the server marked and paused. Says what it may hold."""
+    def abandon(self) -> Held:
+        """Close a failed update; what the server holds.
+
+        It stays marked and paused, or is resumed if all had arrived.
+        """
 
     def leave(self) -> None:
         """Have the workers leave the group, so that another trainer can connect."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 
+from streamer.drivers.claim import Claim, Taken
 from streamer.drivers.routes import Routes
 from streamer.drivers.state import How, Stage, Step, SyncState, has_none_open, is_no
 from streamer.exceptions import (
@@ -16,59 +17,50 @@ from streamer.exceptions import (
     ServerUnreachable,
     StreamerError,
 )
+from streamer.held import Held, Remedy
 
 CLEAN_UP_SECONDS = 5.0
 """For each call. The first that is not answered is the last."""
 _NO_VERSION = "default"
 """What vLLM calls the weights that it has started with; for a server that says nothing."""
-_TAKEN = "was taken over by another trainer meanwhile, or restarted, and is left alone"
-_MAY_BE_PAUSED = "may still be paused: POST /resume to it"
-
-
-class _Taken(Exception):
-    """Another trainer has taken the server over."""
+_TAKEN = Held("was taken over by another trainer meanwhile, or restarted, and is left alone")
+_MIXTURE = "holds a mixture of old and new weights"
 
 
 class Recovery:
     """Leaves a server, after a sync of which ``state`` tells."""
 
-    def __init__(self, routes: Routes, state: SyncState) -> None:
+    def __init__(self, routes: Routes, state: SyncState, claim: Claim) -> None:
         self._routes = routes
         self._state = state
+        self._claim = claim
 
-    def release(self) -> str:
+    def release(self) -> Held | None:
         """See `streamer.drivers.base.Driver`."""
         state = self._state
         steps, state.steps = state.steps, {}
         if state.left_to_another:
-            return "is marked incomplete, and its open update is left to whoever has begun it"
+            what = "is marked incomplete, and its open update is left to whoever has begun it"
+            return Held(what, Remedy.PUSH)
         holds = "holds a mixture of weights" if state.is_torn else "holds the old weights"
-        if not steps:
-            return f"still {holds} and is marked incomplete: push again" if state.is_torn else ""
         try:
-            doubt = self._undo(steps)
-        except _Taken:
+            doubt = self._undo(steps) if steps else None
+        except Taken:
             return _TAKEN
         except (DeadlineExceeded, ServerUnreachable) as error:
             state.stuck = True
-            return (
-                f"{holds}, does not answer ({error}), and may be marked incomplete"
-                f"{self._and_paused}: push again"
-            )
+            what = f"does not answer ({error}), and may be marked incomplete{self._and_paused}"
+            return Held(f"{holds}, {what}", Remedy.PUSH)
         except StreamerError as error:
             sure = is_no(error) and steps[Step.MARK] is How.DONE
-            marked = "is marked incomplete" if sure else "may be marked incomplete"
-            return f"{holds}, but {marked}{self._and_paused} ({error}): push again"
+            what = f"{'is' if sure else 'may be'} marked incomplete{self._and_paused} ({error})"
+            return Held(f"{holds}, but {what}", Remedy.PUSH)
         if doubt is Step.MARK and not state.is_torn:
-            return f"{holds}, and may yet be marked incomplete: push again"
+            return Held(f"{holds}, and may yet be marked incomplete", Remedy.PUSH)
         if doubt is not None:
-            return (
-                f"{holds}, but is marked incomplete{self._and_paused}: its {doubt.value} may still "
-                "be carried out: push again"
-            )
-        if state.is_torn:
-            return f"still {holds} and is marked incomplete{self._and_paused}: push again"
-        return ""
+            what = f"its {doubt.value} may still be carried out"
+            return Held(f"{holds}, but is {self._marked}: {what}", Remedy.PUSH)
+        return Held(f"still {holds} and is {self._marked}", Remedy.PUSH) if state.is_torn else None
 
     def _undo(self, steps: dict[Step, How]) -> Step | None:
         """Take back what was begun; the step that may still come, where there is one.
@@ -78,7 +70,7 @@ class Recovery:
         """
         state = self._state
         doubt = next((step for step, how in steps.items() if how is How.UNANSWERED), None)
-        named = self._ours()
+        named = self._claim.named(CLEAN_UP_SECONDS)
         if named != state.mark and steps[Step.MARK] is not How.DONE:
             return doubt
         if doubt is Step.MARK:
@@ -90,11 +82,11 @@ class Recovery:
                 if not was_open:
                     return doubt  # a completion while an update is open ends vLLM: stay paused
                 doubt = None
-            self._ours()
+            self._claim.named(CLEAN_UP_SECONDS)
         if state.must_resume and not state.is_torn:
             self._routes.resume(CLEAN_UP_SECONDS)
             state.must_resume = False
-            self._ours()
+            self._claim.named(CLEAN_UP_SECONDS)
         if doubt is None:
             # Last of all: without a mark nobody would see that a server was left paused.
             state.version = state.version if state.version is not None else _NO_VERSION
@@ -114,13 +106,13 @@ class Recovery:
             raise
         return True
 
-    def abandon(self, *, in_step: bool) -> str:
+    def abandon(self, *, in_step: bool) -> Held:
         """See `streamer.drivers.base.Driver`. ``in_step``: the workers survive a failed update."""
         state = self._state
         if state.stage is Stage.NAMED and not state.must_resume:
-            return "holds the new weights"
+            return Held("holds the new weights")
         try:
-            named = self._ours()
+            named = self._claim.named(CLEAN_UP_SECONDS)
             if named is not None and named == state.naming:
                 state.version, state.stage = named, Stage.NAMED
             if state.stage is Stage.NAMED:
@@ -132,29 +124,30 @@ class Recovery:
             if state.stage is Stage.ARRIVED:
                 return self._let_go()
             if state.stage is Stage.CLOSED:
-                return (
-                    "has closed the update, but does not hold what was sent for certain; it is "
-                    f"marked incomplete{self._and_paused}: restart it"
-                )
+                what = "has closed the update, but does not hold what was sent for certain"
+                return Held(f"{what}; it is {self._marked}", Remedy.RESTART)
             return self._close(in_step)
-        except _Taken:
+        except Taken:
             return _TAKEN
         except (ServerError, DeadlineExceeded) as error:
             state.stuck = True
-            if state.stage >= Stage.ARRIVED:
-                how = "may be marked incomplete: push again"
-                return f"holds the new weights, but {_MAY_BE_PAUSED if state.must_resume else how}"
-            return f"holds a mixture of weights and does not answer ({error}): restart it"
+            if state.stage < Stage.ARRIVED:
+                what = f"holds a mixture of weights and does not answer ({error})"
+                return Held(what, Remedy.RESTART)
+            if state.must_resume:
+                return Held("holds the new weights, but may still be paused", Remedy.RESUME)
+            return Held("holds the new weights, but may be marked incomplete", Remedy.PUSH)
 
-    def _mark_again(self) -> str:
+    def _mark_again(self) -> Held:
         """Somebody has taken the mark away: a trainer that began at the same time, or a restart."""
         with contextlib.suppress(ServerRefused):
             self.close_update()
         self._routes.name_weights(self._state.mark, CLEAN_UP_SECONDS)
         how = "paused and " if self._routes.is_paused(CLEAN_UP_SECONDS) else ""
-        return f"may hold a mixture, had lost its mark, and is {how}marked incomplete: push again"
+        what = f"may hold a mixture, had lost its mark, and is {how}marked incomplete"
+        return Held(what, Remedy.PUSH)
 
-    def _close(self, in_step: bool) -> str:
+    def _close(self, in_step: bool) -> Held:
         """Close an update that has failed. Says what the server then holds."""
         unsure = self._state.stage is Stage.FINISHING
         try:
@@ -166,29 +159,32 @@ class Recovery:
             was_open = False
             unsure = unsure or (self._state.stage is Stage.SENT and not is_no(error))
         if self._routes.has_died(CLEAN_UP_SECONDS):
-            return "holds a mixture of weights and has lost a worker (/health: 503): restart it"
+            what = "holds a mixture of weights and has lost a worker (/health: 503)"
+            return Held(what, Remedy.RESTART)
         if was_open and self._state.stage >= Stage.SENT:
-            return f"holds the new weights, but {self._left}"
+            return self._left("holds the new weights, but")
         if not in_step:
-            return (
-                "holds a mixture of old and new weights, and its workers may be out of step: "
-                "restart it (the streamer backend survives this)"
-            )
+            what = f"{_MIXTURE}, and its workers may be out of step"
+            return Held(what, Remedy.RESTART, "(the streamer backend survives this)")
         if unsure:
-            return f"holds the new weights, or a mixture of old and new ones, {self._left}"
-        return f"holds a mixture of old and new weights, {self._left}"
+            return self._left("holds the new weights, or a mixture of old and new ones,")
+        return self._left(f"{_MIXTURE},")
+
+    def _left(self, holds: str) -> Held:
+        if not self._routes.can_pause:
+            hint = "before it generates anything"
+            return Held(f"{holds} cannot be paused", Remedy.PUSH, hint)
+        return Held(f"{holds} is {self._marked}", Remedy.PUSH)
 
     @property
-    def _left(self) -> str:
-        if not self._routes.can_pause:
-            return "cannot be paused: push again before it generates anything"
-        return f"is marked incomplete{self._and_paused}: push again"
+    def _marked(self) -> str:
+        return f"marked incomplete{self._and_paused}"
 
     @property
     def _and_paused(self) -> str:
         return " and left paused" if self._state.must_resume else ""
 
-    def _let_go(self) -> str:
+    def _let_go(self) -> Held:
         """All has arrived, so what was paused is resumed: of what is left of the sync nothing else
         would do that, and a naming that comes late would hide that it is due.
 
@@ -205,28 +201,15 @@ class Recovery:
                 if named:
                     self._routes.name_weights(state.mark, CLEAN_UP_SECONDS)
                     state.version = state.mark
-                return f"holds the new weights, but {self._left}"
+                return self._left("holds the new weights, but")
         if named:
-            return "holds the new weights, and answers with them"
-        return f"holds the new weights, but {self._left}"
+            return Held("holds the new weights, and answers with them")
+        return self._left("holds the new weights, but")
 
     def leave(self) -> None:
         """See `streamer.drivers.base.Driver`."""
-        # A server with an update open refuses, and one that does not answer would be waited for.
-        if not self._state.stuck and not self._state.is_taken(self._named()):
+        if self._state.stuck:
+            return  # a server with an update open refuses, and one that hangs would be waited for
+        with contextlib.suppress(Taken):
+            self._claim.named(CLEAN_UP_SECONDS)
             self._routes.shutdown(CLEAN_UP_SECONDS)
-
-    def _ours(self) -> str | None:
-        """What the server calls its weights. Raises `_Taken` if that is another trainer's doing."""
-        named = self._named()
-        if self._state.is_taken(named):
-            self._state.must_resume = False  # that is its affair now
-            raise _Taken
-        return named
-
-    def _named(self) -> str | None:
-        """What the server calls its weights, asked a second time where a gateway has refused."""
-        try:
-            return self._routes.weight_version(CLEAN_UP_SECONDS)
-        except ServerRefused:
-            return self._routes.weight_version(CLEAN_UP_SECONDS)

@@ -6,7 +6,6 @@ What a failed update does to a server, and so the order, was seen on real server
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +14,8 @@ import torch
 
 from streamer.drivers.base import JoinInfo, ServerInfo
 from streamer.drivers.checksums import ChecksumProof
-from streamer.drivers.mark import is_held, is_incomplete
+from streamer.drivers.claim import Claim
+from streamer.drivers.mark import is_held
 from streamer.drivers.recovery import Recovery
 from streamer.drivers.routes import Routes
 from streamer.drivers.state import Stage, Step, SyncState, has_one_open, is_no
@@ -26,6 +26,7 @@ from streamer.exceptions import (
     ServerError,
     ServerRefused,
 )
+from streamer.held import Held
 from streamer.plan import Call, Plan
 from streamer.timeouts import Clock
 from streamer.verify import DIGEST, Sent
@@ -46,9 +47,6 @@ PER_TENSOR_DTYPES = frozenset(
     }
 )
 """What the map of vLLM's own engine knows, which broadcasts a tensor in its own dtype."""
-
-_FRESH = 0.1
-"""Seconds for which a server counts as paused, or not, as it has said it is."""
 
 
 class VllmDriver:
@@ -73,8 +71,8 @@ class VllmDriver:
         self._proof: ChecksumProof | None = None
         self._info: ServerInfo | None = None
         self._state = SyncState()
-        self._recovery = Recovery(routes, self._state)
-        self._said_paused = (False, float("-inf"))  # and when
+        self._claim = Claim(routes, self._state, clock)
+        self._recovery = Recovery(routes, self._state, self._claim)
         self._runs = False  # it goes on generating while it is updated
         self._last_call: Call | None = None  # which the workers have received whole
 
@@ -111,11 +109,7 @@ class VllmDriver:
                     )
 
     def is_ours(self) -> bool:
-        version, paused = self._ask_both()
-        self._said_paused = (paused, time.monotonic())  # `begin` follows, and wants to know
-        ours = version == self._state.version
-        self._state.note(version)
-        return ours
+        return self._claim.is_ours()
 
     def serves(self, weight_version: str) -> bool:
         said = self._routes.weight_version(self._clock.progress)
@@ -147,7 +141,7 @@ class VllmDriver:
         state, routes = self._state, self._routes
         self.verified = None
         state.steps, state.left_to_another = {}, False
-        paused = self._look()
+        paused = self._claim.look()
         # Paused by its user, and not by a sync that failed: ours, or by its mark another's.
         held = paused and not state.must_resume and (not state.is_torn or is_held(state.version))
         pauses = self._pause != "none"
@@ -187,34 +181,6 @@ class VllmDriver:
                 ) from error
             self._recovery.close_update(timeout=self._clock.progress)
             self._take(Step.START, self._routes.start)
-
-    def _look(self) -> bool:
-        """Take note of what the server holds, unless it has just been asked; whether it is paused.
-
-        Raises `ServerError` if another trainer has begun to push since we have joined.
-        """
-        paused, when = self._said_paused
-        if time.monotonic() - when > _FRESH:
-            paused = self._look_again()
-        if paused and not self._state.must_resume and not self._state.is_torn:
-            # Both were asked at once: who has paused it may have marked it a moment before, or is
-            # about to resume it.
-            paused = self._look_again()
-        return paused
-
-    def _look_again(self) -> bool:
-        version, paused = self._ask_both()
-        if is_incomplete(version) and version != self._state.version:
-            raise ServerError(
-                f"{self.url}: another trainer has begun to push since this one has joined: its "
-                f"weights are named {self._routes.hide(repr(version))}; push again when that is "
-                "over"
-            )
-        self._state.note(version)
-        return paused
-
-    def _ask_both(self) -> tuple[str | None, bool]:
-        return self._routes.version_and_pause(self._clock.progress)
 
     def _restore(self) -> None:
         """Put the layers of a failed update back in place, so that a new one can be opened.
@@ -262,11 +228,11 @@ class VllmDriver:
         if not self._runs:
             # First, so that as little as can be is between the look, the finish and the resume.
             self._reset()
-        self._refuse_if_taken()
+        self._claim.check_mark()
         self._finish(None if routes.can_name else weight_version)
         if sent is not None and self._proof is not None:
             self.verified = self._proof.prove(sent)
-            self._refuse_if_taken()
+            self._claim.check_mark()
         elif sent is not None:
             self.verified = DIGEST
         state.stage = Stage.ARRIVED
@@ -295,20 +261,10 @@ class VllmDriver:
         # Requests that were kept hold keys and values of the old weights.
         self._routes.reset_prefix_cache(True, self._clock.progress)
 
-    def _refuse_if_taken(self) -> None:
-        """A trainer that was suspended would finish what another one has begun meanwhile."""
-        said = self._routes.weight_version(self._clock.progress)
-        if said != self._state.mark:
-            raise ServerError(
-                f"{self.url}: another trainer has pushed since this sync began, or the server was "
-                f"restarted: its weights are named {self._routes.hide(repr(said))}, and not "
-                f"{self._state.mark!r}; this sync is not finished there; push again"
-            )
-
-    def release(self) -> str:
+    def release(self) -> Held | None:
         return self._recovery.release()
 
-    def abandon(self) -> str:
+    def abandon(self) -> Held:
         in_step = self.info.backend != "nccl" or self.info.world_size == 1
         return self._recovery.abandon(in_step=in_step)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import streamer
+from kit_checks import all_told
 from streamer import (
     DeadlineExceeded,
     Engine,
@@ -462,7 +463,7 @@ def test_an_engine_that_cannot_be_paused_says_so(make_engine, make_source, weigh
         pytest.raises(SourceError) as caught,
     ):
         session.push(make_source(weights(), on_step=fail))
-    assert caught.value.held["Bare"] == (
+    assert all_told(caught.value)["Bare"] == (
         "holds a mixture of old and new weights, cannot be paused: push again before it generates "
         "anything"
     )
@@ -652,7 +653,7 @@ def test_a_call_that_does_not_end_is_given_up_at_its_deadline(
         ) as caught:
             session.push(make_source(weights(1)), weight_version="new")
         # What is called next waits behind it, and says so.
-        assert "behind start_weight_update" in caught.value.held["Stuck"]
+        assert "behind start_weight_update" in all_told(caught.value)["Stuck"]
         engine.stuck = False
         engine.go.set()
         session.push(make_source(weights(2)))

@@ -12,6 +12,7 @@ import streamer
 from fault_plot import BUFFER_SIZE, CALL_SIZE, Watched, weights
 from fault_proxy import Fault, FaultProxy
 from fault_table import CALLS, UPDATE
+from kit_checks import all_told
 from streamer import DeadlineExceeded, ServerRefused, ServerUnreachable, Timeouts
 from streamer import session as session_module
 from streamer.drivers import recovery
@@ -131,7 +132,7 @@ def test_if_one_fails_while_it_receives_each_says_what_it_holds(
     proxies[which].inject(Fault(UPDATE, nth, how="500", asked="never"))
     with pytest.raises(ServerRefused, match=f"{proxies[which].url}{UPDATE}: 500") as caught:
         session.push(make_source(NEW), weight_version="new")
-    assert caught.value.held == {proxy.url: MIXTURE for proxy in proxies}
+    assert all_told(caught.value) == {proxy.url: MIXTURE for proxy in proxies}
     for server in servers:
         assert server.paused
         assert server.weight_version.startswith(f"{INCOMPLETE}new#")
@@ -150,7 +151,7 @@ def test_if_one_dies_while_it_receives_it_alone_has_to_be_restarted(
     source.on_step = kill
     with pytest.raises(ServerUnreachable, match=proxies[1].url) as caught:
         session.push(source)
-    held = caught.value.held
+    held = all_told(caught.value)
     assert held[proxies[1].url].endswith("restart it")
     assert held[proxies[0].url] == held[proxies[2].url] == MIXTURE
     servers[1].start()
@@ -172,7 +173,7 @@ def test_if_one_is_stopped_the_others_are_not_left_in_the_broadcast(
         with pytest.raises(DeadlineExceeded, match=f"{urls[1]}.* did not answer") as caught:
             session.push(make_source(NEW))
         assert time.monotonic() - started < 15
-        held = caught.value.held
+        held = all_told(caught.value)
         assert held[urls[1]].endswith("restart it")
         assert held[urls[0]] == held[urls[2]] == MIXTURE
         assert servers[0].checksums()
@@ -190,7 +191,7 @@ def test_if_one_refuses_to_finish_the_others_hold_the_new_weights(
         session.push(make_source(NEW), weight_version="new")
     urls = [proxy.url for proxy in proxies]
     new = "holds the new weights"
-    assert caught.value.held == {urls[0]: new, urls[1]: new, urls[2]: MIXTURE}
+    assert all_told(caught.value) == {urls[0]: new, urls[1]: new, urls[2]: MIXTURE}
     assert all_hold(servers[:2], NEW, "new")
     assert servers[2].paused
     cure(session, servers, proxies, make_source)

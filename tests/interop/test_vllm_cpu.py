@@ -73,7 +73,7 @@ def b(checkpoints):
 
 
 def check_mixture(error, server):
-    held = error.held[server.url]
+    held = str(error.held[server.url])
     assert "mixture" in held
     assert held.endswith("push again"), held
     check_incomplete(server)

@@ -11,8 +11,21 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from streamer import Held, StreamerError
+
 PATIENCE = 20.0
 """How long a test waits for what ought to come within a second or two: the machine may be busy."""
+
+
+def told(held: Held | None) -> str:
+    """What is said of a server, nothing if nothing is."""
+    return "" if held is None else str(held)
+
+
+def all_told(error: StreamerError) -> dict[str, str]:
+    """What an error says of each server, by URL."""
+    return {url: str(held) for url, held in error.held.items()}
+
 
 both_modes = pytest.mark.parametrize("packed", [True, False], ids=["packed", "per tensor"])
 

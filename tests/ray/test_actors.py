@@ -214,8 +214,8 @@ def test_an_actor_that_dies_is_named_and_the_others_go_on(start_actor, make_sour
             session.push(make_source(weights(1)), weight_version="new")
         assert time.monotonic() - started < 20
         assert repr(bad) in str(caught.value)
-        assert "push again" in caught.value.held[repr(good)]
-        assert "restart it" in caught.value.held[repr(bad)]
+        assert "push again" in str(caught.value.held[repr(good)])
+        assert "restart it" in str(caught.value.held[repr(bad)])
     streamer.push(make_source(weights(2)), to=on_cpu(good), **OPTIONS)
     assert holds(good, weights(2))
     assert not state(good)[1]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kit_checks import both_modes
+from kit_checks import all_told, both_modes
 from kit_session import JOIN, MIXTURE, UPDATE, weights
 from streamer import DeadlineExceeded, ServerRefused, Timeouts
 from streamer.drivers.mark import INCOMPLETE
@@ -63,7 +63,7 @@ def test_an_update_that_is_refused_is_told_within_seconds(
     assert time.monotonic() - started < 15
     assert f"POST {server.url}/update_weights: 500 CUDA out of memory" in str(caught.value)
     assert caught.value.status == 500
-    assert caught.value.held == {server.url: MIXTURE}
+    assert all_told(caught.value) == {server.url: MIXTURE}
     notes = getattr(caught.value, "__notes__", [])
     assert notes == [], "workers that wait for the trainer cannot answer before it has left"
     assert server.calls.count(UPDATE) == 1
@@ -84,7 +84,7 @@ def test_a_server_whose_finish_waits_for_its_workers_is_not_given_up(
     big = weights(2, count=40, size=50_000)
     with pytest.raises(ServerRefused) as caught:
         one.push(make_source(big, on_step=lambda index: time.sleep(0.05)))
-    assert caught.value.held == {server.url: MIXTURE}
+    assert all_told(caught.value) == {server.url: MIXTURE}
     server.heal()
     push(one, [server], weights(3))
 
@@ -100,7 +100,7 @@ def test_the_same_between_two_servers(session, server, other_server, push, make_
         one.push(make_source(big))
     assert time.monotonic() - started < 15
     assert set(got.value.held) == {server.url, other_server.url}
-    assert all("mixture" in state for state in got.value.held.values())
+    assert all("mixture" in state for state in all_told(got.value).values())
     other_server.heal()
     push(one, [server, other_server], weights(3))
 
@@ -112,7 +112,7 @@ def test_a_commit_that_is_refused(session, server, push, make_source, where):
     server.fail(where, 500, "no", times=2 if where == "/resume" else 1)
     with pytest.raises(ServerRefused, match=f"{where}: 500 no") as caught:
         one.push(make_source(weights(2)), weight_version="v2")
-    (held,) = caught.value.held.values()
+    (held,) = all_told(caught.value).values()
     what = "the new weights, but"
     if where == "/finish_weight_update":
         what = "a mixture of old and new weights,"

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from kit_checks import all_told
 from kit_session import UPDATE, weights
 from streamer import RankError, ServerRefused, StreamerError, hookimpl, registry
 from streamer.drivers.mark import INCOMPLETE
@@ -62,7 +63,7 @@ def test_a_server_that_was_left_paused_is_not_taken_for_one_that_serves(
     server.fail("/resume", 500, times=2)
     with pytest.raises(ServerRefused) as caught:
         one.push(source)
-    assert caught.value.held == {
+    assert all_told(caught.value) == {
         server.url: "holds the new weights, but is marked incomplete and left paused: push again"
     }
     assert server.paused
@@ -135,7 +136,7 @@ def test_a_rank_that_fails_after_the_last_byte(session, server, make_source, mon
     one = session(server, on_event=events.append)
     with pytest.raises(RankError) as caught:
         one.push(make_source(weights(1)))
-    assert caught.value.held == {server.url: "holds the new weights, and answers with them"}
+    assert all_told(caught.value) == {server.url: "holds the new weights, and answers with them"}
     assert [type(event) for event in events[-2:]] == [ChunkSent, SyncFailed]
     assert server.holds(weights(1))
     assert not server.paused

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
+from kit_checks import told
 from kit_fake_vllm import MARK, SENT, call_of, commit_fails, sync
-from streamer import DeadlineExceeded, ServerError, ServerRefused, Timeouts
+from streamer import DeadlineExceeded, Held, Remedy, ServerError, ServerRefused, Timeouts
 from streamer.drivers import recovery
 from streamer.drivers.mark import INCOMPLETE
 
@@ -46,11 +47,11 @@ def test_release_undoes_what_took_effect_without_an_answer(driver, vllm, path, e
     with pytest.raises(DeadlineExceeded, match=path):
         one.begin("v2")
     if path == "/pause":
-        said = one.release()
+        said = told(one.release())
         assert re.search("old.* is marked .*its pause may still be.*push again", said)
         assert vllm.serves == (MARK, False, False), "who knows that it will not be paused yet?"
     else:
-        assert one.release() == ""
+        assert told(one.release()) == ""
         eventually(lambda: vllm.serves == ("default", False, False))
     sync(driver(), "v3")
     assert vllm.serves == ("v3", False, False)
@@ -74,7 +75,7 @@ def test_what_may_still_be_carried_out_keeps_the_mark(driver, vllm, path, left, 
         vllm.fail(path, 200 if how == "html" else how, "<html>please wait")
     with pytest.raises((DeadlineExceeded, ServerError), match=path):
         one.begin("v2")
-    assert says in one.release()
+    assert says in told(one.release())
     assert vllm.serves == left
 
 
@@ -98,7 +99,7 @@ def test_the_first_step_of_a_release_that_fails_is_the_last(
         vllm.delay(path, 1, first=True)
     else:
         vllm.fail(path, 500, "a CUDA error")
-    said = one.release()
+    said = told(one.release())
     why = rf"(\(POST .*{path}: .*\))"
     if how == "late":
         what = rf"does not answer {why}, and may be marked incomplete{paused}"
@@ -119,7 +120,7 @@ def test_a_server_that_takes_no_mark_is_left_as_it_was(driver, vllm, status):
     with pytest.raises(ServerError, match="/update_weight_version"):
         one.begin("v2")
     vllm.fake.calls.clear()
-    assert one.release() == ""
+    assert told(one.release()) == ""
     assert vllm.fake.posts == []
 
 
@@ -130,7 +131,7 @@ def test_a_server_without_the_routes_of_an_update_is_resumed(driver, vllm):
         vllm.fail(path, 404, "no", times=9)
     with pytest.raises(ServerError, match="has no /start_weight_update"):
         one.begin("v2")
-    assert one.release() == ""
+    assert told(one.release()) == ""
     assert vllm.serves == ("default", False, False)
 
 
@@ -140,7 +141,7 @@ def test_a_mixture_is_told_of_also_where_no_byte_was_sent(driver, vllm):
     vllm.fail("/start_weight_update", 500, "not now")
     with pytest.raises(ServerRefused):
         one.begin("v3")
-    assert one.release() == (
+    assert told(one.release()) == (
         "still holds a mixture of weights and is marked incomplete and left paused: push again"
     )
     assert vllm.serves == (MARK, True, False)
@@ -173,7 +174,7 @@ def test_a_server_that_hangs_is_asked_once(driver, vllm, monkeypatch):
     one.begin("v2")
     vllm.delay("/", 2)
     vllm.fake.calls.clear()
-    assert re.search(r"does not answer \(.*\), and may be marked incomplete", one.release())
+    assert re.search(r"does not answer \(.*\), and may be marked incomplete", told(one.release()))
     one.leave()
     assert [call.path for call in vllm.fake.calls] == ["/weight_info"]
 
@@ -204,7 +205,7 @@ def test_abandon_closes_the_update_and_leaves_the_server_paused_and_marked(drive
     vllm.fail("/update_weights", 500, {"error": {"message": "shape mismatch"}})
     with pytest.raises(ServerRefused, match="/update_weights: 500 shape mismatch"):
         one.update(call_of())
-    said = one.abandon()
+    said = told(one.abandon())
     assert said == (
         "holds a mixture of old and new weights, is marked incomplete and left paused: push again"
     )
@@ -220,14 +221,16 @@ def test_abandon_a_server_that_has_lost_a_worker(driver, vllm, status, remedy):
     with pytest.raises(ServerRefused):
         one.update(call_of())
     vllm.fake.routes["GET /health"] = vllm.reply("", status)
-    assert one.abandon().endswith(f": {remedy}")
+    held = one.abandon()
+    assert told(held).endswith(f": {remedy}")
+    assert held.remedy is (Remedy.RESTART if "restart" in remedy else Remedy.PUSH)
 
 
 def test_abandon_where_the_server_has_closed_the_update_itself(driver, vllm):
     one = driver()
     one.begin("v2")
     vllm.updating = False
-    assert "push again" in one.abandon()
+    assert "push again" in told(one.abandon())
 
 
 def test_abandon_a_server_of_several_workers_with_vllm_s_engine(driver, vllm):
@@ -235,14 +238,14 @@ def test_abandon_a_server_of_several_workers_with_vllm_s_engine(driver, vllm):
     vllm.world_size = 2
     one = driver()
     one.begin("v2")
-    assert one.abandon() == (
+    assert told(one.abandon()) == (
         "holds a mixture of old and new weights, and its workers may be out of step: restart it "
         "(the streamer backend survives this)"
     )
     vllm.backend = "streamer"
     other = driver()
     other.begin("v3")
-    assert "push again" in other.abandon()
+    assert "push again" in told(other.abandon())
 
 
 @pytest.mark.parametrize("how", ["gone", "html"])
@@ -256,7 +259,7 @@ def test_abandon_a_server_that_does_not_answer(driver, vllm, how):
         )
     else:
         vllm.fail("/finish_weight_update", 200, "<html>")
-    said = one.abandon()
+    said = told(one.abandon())
     assert said.startswith("holds a mixture of weights and does not answer (POST ")
     assert said.endswith("): restart it")
 
@@ -267,7 +270,7 @@ LEFT = "holds the new weights, but is marked incomplete and left paused: push ag
 def test_abandon_resumes_where_all_has_arrived(driver, vllm):
     one = driver()
     commit_fails(one, vllm, "/resume")
-    assert one.abandon() == "holds the new weights, and answers with them"
+    assert told(one.abandon()) == "holds the new weights, and answers with them"
     assert vllm.serves == ("v2", False, False)
     assert one.is_ours()
 
@@ -277,7 +280,7 @@ def test_abandon_marks_what_cannot_be_resumed(driver, vllm):
     one = driver()
     commit_fails(one, vllm, "/resume")
     vllm.fail("/resume", 500, "no")
-    assert one.abandon() == LEFT
+    assert told(one.abandon()) == LEFT
     assert vllm.serves == (MARK, True, False)
     assert one.is_ours()
     other = driver()
@@ -301,10 +304,10 @@ def test_a_naming_without_an_answer_leaves_no_pause_of_ours(driver, vllm, verify
     with pytest.raises((DeadlineExceeded, ServerRefused), match="/update_weight_version"):
         one.commit("v2", SENT)
     if how == "done":
-        assert one.abandon() == "holds the new weights, and answers with them"
+        assert one.abandon() == Held("holds the new weights, and answers with them", Remedy.NONE)
         assert vllm.serves == ("v2", held, False)
     else:
-        assert one.abandon() == "holds the new weights, but is marked incomplete: push again"
+        assert told(one.abandon()) == "holds the new weights, but is marked incomplete: push again"
         assert vllm.weight_version.startswith(INCOMPLETE)
         assert vllm.serves[1:] == (held, False)
     if how == "late":
@@ -318,7 +321,7 @@ def test_a_push_that_does_not_begin_undoes_nothing_of_the_last(driver, vllm):
     one = driver()
     sync(one, "v2")
     vllm.fake.calls.clear()
-    assert one.release() == ""
+    assert told(one.release()) == ""
     assert vllm.fake.calls == []
 
 
@@ -333,7 +336,7 @@ def test_a_finish_that_comes_late_leaves_the_mark(driver, vllm, done):
         one.commit("v2")
     how = "the new weights, or a mixture of old and new ones," if done else "the new weights, but"
     left = f"holds {how} is marked incomplete and left paused: push again"
-    assert one.abandon() == left
+    assert told(one.abandon()) == left
     time.sleep(1.2)
     assert vllm.serves == (MARK, True, False)
     sync(driver(), "v3")
@@ -345,7 +348,9 @@ def test_abandon_after_the_finish_where_it_cannot_be_marked(driver, vllm):
     commit_fails(one, vllm, "/resume")
     vllm.fail("/resume", 500, "no")
     vllm.fail("/update_weight_version", 500, "no")
-    assert one.abandon() == "holds the new weights, but may still be paused: POST /resume to it"
+    held = one.abandon()
+    assert told(held) == "holds the new weights, but may still be paused: POST /resume to it"
+    assert held.remedy is Remedy.RESUME
     assert vllm.serves == ("v2", True, False)
 
 
@@ -355,7 +360,10 @@ def test_a_failed_reset_does_not_resume_what_its_user_had_paused(driver, vllm, h
     one = driver()
     commit_fails(one, vllm, "/reset_prefix_cache")
     paused = "" if held else " and left paused"
-    assert one.abandon() == f"holds the new weights, but is marked incomplete{paused}: push again"
+    assert (
+        told(one.abandon())
+        == f"holds the new weights, but is marked incomplete{paused}: push again"
+    )
     assert vllm.serves[1:] == (True, False)
     other = driver()
     sync(other, "v3")
@@ -366,12 +374,12 @@ def test_what_another_trainer_has_taken_after_the_finish_is_not_marked(driver, v
     one = driver()
     commit_fails(one, vllm, "/resume")
     vllm.weight_version = "v3"
-    assert "another trainer" in one.abandon()
+    assert "another trainer" in told(one.abandon())
     assert vllm.weight_version == "v3"
 
 
 def test_abandon_after_a_finish_that_failed(driver, vllm):
     one = driver()
     commit_fails(one, vllm, "/finish_weight_update", "missing parameters: lm_head")
-    assert "holds a mixture" in one.abandon()
+    assert "holds a mixture" in told(one.abandon())
     assert vllm.serves == (MARK, True, False)

@@ -8,7 +8,7 @@ import pytest
 
 from kit_fake_vllm import MARK, PAUSE, RESET, call_of, steps, sync
 from streamer import ServerRefused
-from streamer.drivers import vllm as module
+from streamer.drivers import claim
 from streamer.drivers.base import JoinInfo
 
 pytestmark = pytest.mark.timeout(60)
@@ -65,7 +65,7 @@ def test_what_was_said_a_while_ago_is_asked_again(driver, vllm, monkeypatch, bef
     vllm.paused = before
     assert one.is_ours()
     vllm.paused = not before  # by its user, while other servers were asked
-    monkeypatch.setattr(module, "_FRESH", 0.0)
+    monkeypatch.setattr(claim, "_FRESH", 0.0)
     one.begin("v2")
     one.update(call_of())
     one.commit("v2")

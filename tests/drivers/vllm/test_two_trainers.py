@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 
+from kit_checks import told
 from kit_fake_vllm import MARK, PAUSE, RESET, SENT, call_of, commit_fails, steps, sync, update_fails
 from streamer import ServerError, ServerRefused
 from streamer.drivers.mark import INCOMPLETE
@@ -66,14 +67,14 @@ def begin_at_once(late, other, vllm):
 def test_two_that_begin_at_once_leave_a_mark_and_the_update_open(driver, vllm):
     late, other = driver(), driver()
     begin_at_once(late, other, vllm)
-    assert late.release() == (
-        "is marked incomplete, and its open update is left to whoever has begun it"
+    assert told(late.release()) == (
+        "is marked incomplete, and its open update is left to whoever has begun it: push again"
     )
     assert vllm.serves == (MARK, True, True), "what is open is the other's"
     other.update(call_of())
     with pytest.raises(ServerError, match="another trainer has pushed"):
         other.commit("v3")
-    assert "another trainer" in other.abandon()
+    assert "another trainer" in told(other.abandon())
     third = driver()
     sync(third, "v4")
     assert vllm.serves == ("v4", False, False)
@@ -94,7 +95,7 @@ def test_a_mark_that_another_trainer_took_away_is_put_back(driver, vllm):
     vllm.fail("/update_weights", 500, "no")
     with pytest.raises(ServerRefused):
         one.update(call_of())
-    assert one.abandon() == (
+    assert told(one.abandon()) == (
         "may hold a mixture, had lost its mark, and is paused and marked incomplete: push again"
     )
     assert vllm.serves == (MARK, True, False)
@@ -106,7 +107,7 @@ def test_a_server_that_cannot_be_resumed_keeps_the_mark(driver, vllm):
     vllm.fail("/resume", 500, "no")
     with pytest.raises(ServerRefused):
         one.begin("v2")
-    assert "/resume" in one.release()
+    assert "/resume" in told(one.release())
     assert vllm.serves == (MARK, True, False)
     sync(driver(), "v3")
     assert vllm.serves == ("v3", False, False)
@@ -130,7 +131,7 @@ def test_where_the_caller_pauses_no_pause_is_claimed(driver, vllm):
     vllm.fail("/update_weights", 500, "no")
     with pytest.raises(ServerRefused):
         one.update(call_of())
-    assert one.abandon().endswith("is marked incomplete: push again")
+    assert told(one.abandon()).endswith("is marked incomplete: push again")
     assert vllm.serves == (MARK, False, False)
 
 
@@ -190,7 +191,7 @@ def test_a_sync_that_is_about_to_resume_is_no_pause_of_the_user_s(driver, vllm):
     one.update(call_of())
     late = driver()
 
-    plain, resumed = late._ask_both, []
+    plain, resumed = late._claim._ask_both, []
 
     def asked_while_paused():
         answer = plain()
@@ -199,7 +200,7 @@ def test_a_sync_that_is_about_to_resume_is_no_pause_of_the_user_s(driver, vllm):
             resumed.append(vllm.do_resume({}))
         return answer
 
-    late._ask_both = asked_while_paused
+    late._claim._ask_both = asked_while_paused
     at(vllm, "resume", lambda: late.begin("v3"))
     one.commit("v2")
     late.update(call_of())
@@ -221,7 +222,7 @@ def test_a_release_stops_where_another_trainer_takes_over(driver, vllm, step):
     one.begin("v2")
     at(vllm, step, lambda: setattr(vllm, "weight_version", OTHERS))
     vllm.fake.calls.clear()
-    assert "was taken over by another trainer" in one.release()
+    assert "was taken over by another trainer" in told(one.release())
     assert vllm.fake.posts[-1] == f"/{step}"
     assert vllm.weight_version == OTHERS
 
@@ -247,7 +248,7 @@ def test_what_another_trainer_begins_while_arrival_is_proven_is_not_named(driver
     at(vllm, "weight_checker", lambda: (other.probe(), other.begin("v3")))
     with pytest.raises(ServerError, match="another trainer has pushed"):
         one.commit("v2", SENT)
-    assert "another trainer" in one.abandon()
+    assert "another trainer" in told(one.abandon())
     assert vllm.serves == (OTHERS, True, True)
 
 
@@ -266,7 +267,7 @@ def test_two_that_push_the_same_version_are_told_apart(driver, vllm, how):
     elif how == "release":
         late.release()
     else:
-        assert "another trainer" in late.abandon()
+        assert "another trainer" in told(late.abandon())
     late.leave()
     assert [post for post in steps(vllm) if post != RESET] == []
     other.update(call_of())

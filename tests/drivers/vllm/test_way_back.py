@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kit_checks import told
 from kit_fake_vllm import MARK, PAUSE, RESET, call_of, steps, sync, update_fails
 from streamer import IncompatibleServer, ServerError
 from streamer.drivers.mark import INCOMPLETE
@@ -22,7 +23,7 @@ def test_a_server_that_another_trainer_has_taken_is_left_alone(driver, vllm):
     other.begin("v3")
     vllm.fake.calls.clear()
     late.release()
-    assert "another trainer" in late.abandon()
+    assert "another trainer" in told(late.abandon())
     late.leave()
     assert vllm.fake.posts == []
     assert vllm.serves == (f"{INCOMPLETE}v3", True, True)
@@ -38,7 +39,7 @@ def test_a_late_finish_does_not_commit_what_another_trainer_has_begun(driver, vl
     vllm.fake.calls.clear()
     with pytest.raises(ServerError, match=f"another trainer has pushed.*{INCOMPLETE}v3"):
         late.commit("v2")
-    assert "another trainer" in late.abandon()
+    assert "another trainer" in told(late.abandon())
     assert steps(vllm) == [RESET], "which does no harm"
     assert vllm.serves == (f"{INCOMPLETE}v3", True, True)
 
