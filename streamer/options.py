@@ -123,8 +123,10 @@ def _device(device: str | torch.device | None) -> torch.device | None:
         return None
     try:
         parsed = torch.device(device)
-    except RuntimeError as error:
+        if parsed.type == "cuda" and parsed.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+    except (RuntimeError, TypeError, AssertionError) as error:  # the last one without CUDA
         raise UsageError(f"device {device!r}: {str(error).partition(chr(10))[0]}") from None
     if parsed.type != "cuda":
         raise UsageError(f"device must be a CUDA device, which sends over NCCL, not {device!r}")
-    return torch.device("cuda", torch.cuda.current_device()) if parsed.index is None else parsed
+    return parsed
