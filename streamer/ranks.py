@@ -23,6 +23,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from streamer.exceptions import RankError, UsageError, one_line
+from streamer.transport.store import values
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -69,8 +70,12 @@ class Ranks:
 
     def read(self, key: str) -> Message:
         """What was last written, or nothing."""
+        return self.read_all([key])[0]
+
+    def read_all(self, keys: list[str]) -> list[Message]:
+        """What was last written to each of ``keys``, or nothing, in as many requests as for one."""
         with self._named_errors():
-            return json.loads(self._store.get(key)) if self._store.check([key]) else {}
+            return [json.loads(said or b"{}") for said in values(self._store, keys)]
 
     def write(self, key: str, message: Message) -> None:
         """Write so that every rank can read it."""
@@ -192,11 +197,13 @@ class Leader:
     def _ask(self, patience: float) -> None:
         """Wait for every rank to come to this step. Raises `RankError` if one fails, or is late."""
         self._asking = True
+        others = range(1, self._ranks.size)
+        keys = [rank_key(rank) for rank in others]
         missing: list[int] = []
         failed: list[Message] = []
         for _ in polls(patience, self._clock.check):
             # All of them each time: one that is there may fail while it waits for the others.
-            said = {rank: self._ranks.read(rank_key(rank)) for rank in range(1, self._ranks.size)}
+            said = dict(zip(others, self._ranks.read_all(keys), strict=True))
             here = [
                 rank
                 for rank, message in said.items()
@@ -248,7 +255,7 @@ def lead_key(push: int, step: int) -> str:
 
 def newest_lead(ranks: Ranks) -> Message:
     """What rank 0 says at an even step of the last push that it has begun."""
-    return max((ranks.read(lead_key(push, 0)) for push in (0, 1)), key=_number)
+    return max(ranks.read_all([lead_key(push, 0) for push in (0, 1)]), key=_number)
 
 
 def _number(message: Message) -> int:
