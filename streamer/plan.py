@@ -24,6 +24,7 @@ from functools import cached_property
 
 import torch
 
+from streamer.broadcast.ring import Ring
 from streamer.defaults import DEFAULT_BUFFER_SIZE, DEFAULT_CALL_SIZE
 from streamer.exceptions import PlanError
 from streamer.source import TensorSpec
@@ -98,6 +99,10 @@ class Plan:
     def largest_chunk(self) -> int:
         """Bytes of the largest staging buffer that the plan needs."""
         return max((chunk.nbytes for chunk in self.chunks), default=0)
+
+    def staging_bytes(self, num_buffers: int) -> int:
+        """Bytes of staging memory for at most ``num_buffers`` chunks in flight."""
+        return Ring.size(self.largest_chunk, min(num_buffers, len(self.chunks)))
 
     @cached_property
     def broadcasts(self) -> int:

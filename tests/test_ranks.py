@@ -71,6 +71,6 @@ def test_ranks_that_do_not_come_are_named(make_source: Any) -> None:
     source = make_source({})
     source.ranks = ranks = Ranks(HashStore(), 0, 4)
     leader = Leader(source, Clock(Timeouts()))
+    ranks.write(rank_key(2), {"push": 1, "step": 1})
     with pytest.raises(RankError, match=r"^rank 1, 3 did not come within 0\.05 s: "), leader:
-        ranks.write(rank_key(2), {"push": 1, "step": 1})
         leader._go({}, 0.05)

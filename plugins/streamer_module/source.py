@@ -210,7 +210,7 @@ class PairsSource(WeightSource):
             check_tensor(*pair)
             yield pair
             del pair
-            index += 1
+            index += 1  # noqa: SIM113
 
 
 def _check_signature(factory: Callable[..., object]) -> None:
