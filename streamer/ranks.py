@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
 from streamer.exceptions import RankError, UsageError, one_line
 from streamer.transport.store import values
 
@@ -108,7 +110,7 @@ class Leader:
 
     def __init__(self, source: WeightSource, clock: Clock) -> None:
         self._source = source
-        self._ranks = source.ranks or _Alone()
+        self._ranks = source.ranks or Ranks(HashStore(), 0, 1)
         self._clock = clock
         self._push = 0
         self._step = 0
@@ -234,13 +236,6 @@ _leading: set[Leader] = set()
 def is_leading() -> bool:
     """Whether this process is rank 0 of a push that is under way."""
     return bool(_leading)
-
-
-class _Alone(Ranks):
-    """The one rank of a source that needs no others."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = 0, 1
 
 
 def rank_key(rank: int) -> str:
