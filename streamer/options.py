@@ -36,7 +36,7 @@ class ConnectOptions(TypedDict, total=False):
     device: str | torch.device | None
     """The CUDA device that sends; the current one by default."""
     address: str | None
-    """This host's address as the workers reach it; found by asking the routing table."""
+    """This host's address as the workers reach it; found by connecting to the servers."""
     port: int
     """Port here that workers of our own engine join at; 0 (default) takes a free one."""
     headers: Mapping[str, str]
@@ -50,7 +50,7 @@ class ConnectOptions(TypedDict, total=False):
     trace: Trace
     """Records a timeline while ``trace.enabled``."""
     on_event: Callable[[Event], None] | None
-    """Called with each event of a sync, on the thread that pushes."""
+    """Called with each event of a sync, on the thread that pushes; by `apush` on the loop's."""
 
 
 @dataclass(frozen=True, kw_only=True)

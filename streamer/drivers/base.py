@@ -86,7 +86,7 @@ class Driver(Protocol):
         """
 
     def begin(self, weight_version: str) -> None:
-        """Stop generation, mark the server as incomplete, and open an update."""
+        """Mark the server as incomplete, stop generation, and open an update."""
 
     def update(self, call: Call, verify: int | None = None) -> None:
         """Have the workers receive one call; returns when they have.
@@ -96,8 +96,9 @@ class Driver(Protocol):
         """
 
     def commit(self, weight_version: str, sent: Sent | None = None) -> None:
-        """Close the update, name the weights, drop stale caches and let the server answer again.
+        """Drop stale caches, close the update, name the weights and let the server answer again.
 
+        A server that goes on generating meanwhile drops its caches once the update is closed.
         With ``sent``, the arrival has to be proven, and `verified` says how. If the server is shown
         not to hold what was sent it stays marked and paused: `VerificationError`.
         """
@@ -109,7 +110,10 @@ class Driver(Protocol):
         """
 
     def abandon(self) -> str:
-        """Close a failed update, leaving the server marked and paused. Says what it may hold."""
+        """Close a failed update, and leave the server marked and paused. Says what it may hold.
+
+        Where all has arrived the server is named and resumed instead.
+        """
 
     def leave(self) -> None:
         """Have the workers leave the group, so that another trainer can connect."""
