@@ -112,7 +112,7 @@ class Driver(Protocol):
     def abandon(self) -> str:
         """Close a failed update, and leave the server marked and paused. Says what it may hold.
 
-        Where all has arrived the server is named and resumed instead.
+        Where all has arrived the server is resumed instead.
         """
 
     def leave(self) -> None:
