@@ -8,8 +8,13 @@ from typing import Any, TypedDict
 
 import torch
 
-from streamer.defaults import DEFAULT_BUFFER_SIZE, DEFAULT_NUM_BUFFERS, DEFAULT_THREADS
-from streamer.drivers.vllm import BACKENDS, PAUSE_MODES
+from streamer.defaults import (
+    DEFAULT_BUFFER_SIZE,
+    DEFAULT_NUM_BUFFERS,
+    DEFAULT_THREADS,
+    Backend,
+    PauseMode,
+)
 from streamer.events import Event
 from streamer.exceptions import UsageError
 from streamer.timeouts import Timeouts
@@ -83,8 +88,8 @@ class Options:
         return cls(**{**options, "device": _device(options.get("device"))})
 
     def __post_init__(self) -> None:
-        _one_of("backend", self.backend, BACKENDS)
-        _one_of("pause", self.pause, PAUSE_MODES)
+        _one_of("backend", self.backend, list(Backend))
+        _one_of("pause", self.pause, list(PauseMode))
         for name, kind in _KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
