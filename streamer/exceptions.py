@@ -116,7 +116,10 @@ class DeadlineExceeded(StreamerError):
 
 def one_line(error: BaseException) -> str:
     """The text of an error of any library, as part of a message."""
-    return " ".join(str(error).split())
+    try:
+        return " ".join(str(error).split())
+    except Exception:
+        return "(it cannot be shown)"
 
 
 def plain(text: str) -> str:

@@ -48,7 +48,7 @@ def read_tensor(payload: Payload, spec: TensorSpec) -> torch.Tensor:
     """``payload`` as a tensor: itself, or a deferred one read into memory of its own."""
     if isinstance(payload, torch.Tensor):
         return payload
-    data = torch.empty(spec.nbytes, dtype=torch.uint8)
+    data = torch.empty(spec.nbytes, dtype=torch.uint8, device="cpu")
     if spec.nbytes:
         payload.read_into(as_memoryview(data), 0, spec.nbytes)
     return data.view(spec.dtype).view(spec.shape)
@@ -73,13 +73,13 @@ class CastTensor(DeferredTensor):
         while at < stop:
             first = at // size
             end = min(first + _BLOCK, -(-stop // size))
-            read = torch.empty(end - first, dtype=self.old)
+            read = torch.empty(end - first, dtype=self.old, device="cpu")
             self.payload.read_into(
                 as_memoryview(read.view(torch.uint8)),
                 first * self.old.itemsize,
                 end * self.old.itemsize,
             )
-            cast = torch.empty(end - first, dtype=self.new)
+            cast = torch.empty(end - first, dtype=self.new, device="cpu")
             for target, values in zip(cast.split(_STEP), read.split(_STEP), strict=True):
                 target.copy_(values)
             until = min(stop, end * size)

@@ -29,6 +29,8 @@ from streamer.defaults import DEFAULT_BUFFER_SIZE, DEFAULT_CALL_SIZE
 from streamer.exceptions import PlanError
 from streamer.source import TensorSpec
 
+MOST_BYTES = 1 << 60
+"""Of one tensor: no machine has more, and sizes stay whole numbers of 64 bits on the wire."""
 PER_TENSOR_ALIGNMENT = 256
 
 
@@ -218,6 +220,11 @@ def _check(specs: Sequence[TensorSpec], buffer_size: int) -> None:
                 f"{spec!r:.200} is no spec: streamer.TensorSpec takes a name (text, as UTF-8), a "
                 "torch.dtype, and a shape, a tuple of whole numbers from 0 on"
             )
+        if spec.nbytes > MOST_BYTES:
+            raise PlanError(
+                f"tensor {spec.name}: no device has the {spec.nbytes:.1e} bytes of shape "
+                f"{list(spec.shape)}"
+            )
         if spec.name in names:
             raise PlanError(f"tensor {spec.name} is in the source twice: rename or exclude one")
         names.add(spec.name)
@@ -231,6 +238,7 @@ def _is_valid(spec: TensorSpec) -> bool:
         and isinstance(spec.dtype, torch.dtype)
         and isinstance(spec.shape, tuple)
         and all(isinstance(size, int) and size >= 0 for size in spec.shape)
+        and not any(isinstance(size, bool) for size in spec.shape)
     )
 
 

@@ -19,7 +19,7 @@ _SECONDS = 60.0
 def measure_copy(device: torch.device, repeats: int) -> Iterator[Row]:
     """Rates from pinned host memory to the CUDA ``device``, by the size of one copy."""
     torch.cuda.set_device(device)
-    host = torch.empty(_PINNED, dtype=torch.uint8, pin_memory=True)
+    host = torch.empty(_PINNED, dtype=torch.uint8, device="cpu", pin_memory=True)
     there = torch.empty(_PINNED, dtype=torch.uint8, device=device)
     waiter = NullTransport(device)
     for size in sorted({SLOT_SIZE, 64 * MIB}):

@@ -38,7 +38,7 @@ class _Slot:
     """A piece of pinned memory. ``copied`` is passed once its last contents are on the device."""
 
     def __init__(self) -> None:
-        self.tensor = torch.empty(SLOT_SIZE, dtype=torch.uint8, pin_memory=True)
+        self.tensor = torch.empty(SLOT_SIZE, dtype=torch.uint8, device="cpu", pin_memory=True)
         self.view = as_memoryview(self.tensor)
         self.copied = torch.cuda.Event(blocking=True)
 

@@ -11,11 +11,10 @@ from operator import attrgetter
 import torch
 
 from streamer.exceptions import PlanError, StreamerError
-from streamer.plan import packed_boundaries
+from streamer.plan import MOST_BYTES, packed_boundaries
 from streamer.source import TensorSpec
 from streamer.transport.base import Transport
 
-_MAX_BYTES = 1 << 60
 Sink = Callable[[list[tuple[str, torch.Tensor]]], None]
 """Takes the tensors of one chunk: views of the buffer that the allocator gave for it."""
 
@@ -126,7 +125,7 @@ def _allocate(
     allocate: Callable[[int], torch.Tensor], chunk: Sequence[TensorSpec], size: int
 ) -> torch.Tensor:
     try:
-        if size > _MAX_BYTES:
+        if size > MOST_BYTES:
             raise RuntimeError("no memory is so large")
         return allocate(size)
     except RuntimeError as error:  # torch.OutOfMemoryError is one

@@ -144,7 +144,7 @@ class StreamerWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ign
         group = get_world_group()
         if group.world_size == 1:
             return [message]
-        mine = torch.zeros(512, dtype=torch.uint8)
+        mine = torch.zeros(512, dtype=torch.uint8, device="cpu")
         data = message.encode()[: mine.numel()]
         mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[
             : len(data)

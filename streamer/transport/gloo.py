@@ -7,6 +7,7 @@ import datetime
 import re
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from streamer import descriptors
 from streamer.exceptions import DeadlineExceeded, TransportError
 from streamer.transport.base import Transport
 from streamer.transport.lifeline import Lifeline, WorkerLifeline
-from streamer.transport.store import first_line
+from streamer.transport.store import first_line, within
 
 _SLICE = datetime.timedelta(seconds=0.2)
 _FILES = 8
@@ -62,8 +63,16 @@ class GlooTransport(Transport):
             self._lifeline.wait_for_workers(self.world_size, timeout, self.check)
         timeout = max(timeout - (time.monotonic() - started), 0.001)
         waited = f"rank {self.rank} waited for {self.world_size} ranks to join over Gloo"
-        self._group = self._enter(timeout, waited)
-        warm_up = torch.zeros(1)
+        if isinstance(self._lifeline, Lifeline):
+            self._group = self._enter(timeout, waited)
+        else:
+            # It waits for ever for a store whose trainer is stopped, which the lifeline notices.
+            try:
+                self._group = within(timeout, partial(self._enter, timeout, waited), self.check)
+            except TimeoutError:
+                raise DeadlineExceeded(f"{waited}: not done within {timeout:g} s") from None
+        # As wide as the workers', whatever the default dtype is: another size ends the process.
+        warm_up = torch.zeros(1, dtype=torch.float32, device=self.device)
         late = f"{waited}: not all of them came"
         self._finish(self._group.allreduce([warm_up]), timeout, late)
 

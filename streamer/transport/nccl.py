@@ -77,7 +77,7 @@ class NcclTransport(Transport):
             missing = f"rank {self.rank} waited for {self.world_size} ranks to join over NCCL"
             self._settle(code, deadline, "ncclCommInitRankConfig", missing, pause=1e-3)
             self._joined = True
-            warm_up = torch.zeros(1, device=self.device)
+            warm_up = torch.zeros(1, dtype=torch.float32, device=self.device)
             stream = torch.cuda.current_stream(self.device)
             with self._lock:
                 self.check()

@@ -126,14 +126,14 @@ def _answering_client(address: str, port: int, timeout: float, deadline: float) 
     while True:
         left = max(deadline - time.monotonic(), 0.1)
         try:
-            return _within(min(left, patience, SILENCE_SECONDS), ask, check)
+            return within(min(left, patience, SILENCE_SECONDS), ask, check)
         except TimeoutError:
             patience *= 2
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"no answer within {timeout:g} s") from None
 
 
-def _within(timeout: float, step: Callable[[], _T], check: Callable[[], None]) -> _T:
+def within(timeout: float, step: Callable[[], _T], check: Callable[[], None]) -> _T:
     """Run ``step`` on a daemon thread for at most ``timeout`` seconds, while ``check`` may raise.
 
     Raises `TimeoutError` if it takes longer, else what ``step`` raises.
