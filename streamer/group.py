@@ -13,6 +13,7 @@ import torch
 from streamer import descriptors
 from streamer.broadcast.broadcaster import Broadcaster
 from streamer.broadcast.stream import ChunkStream
+from streamer.callers import no_thread
 from streamer.digest import StreamDigest
 from streamer.drivers.base import Driver, JoinInfo, ServerInfo
 from streamer.exceptions import (
@@ -51,7 +52,7 @@ class Group:
         servers: Sequence[ServerInfo],
         options: Options,
         clock: Clock,
-        submit: Callable[..., Future[None]],
+        submit: Callable[[Driver, Callable[[], None]], Future[None]],
     ) -> None:
         self._drivers = drivers
         self._clock = clock
@@ -261,10 +262,10 @@ class Group:
         ``untaken`` seconds if that is given: a server may answer without having done a thing.
         """
         through = threading.Event()
-        futures = [self._submit(call) for call in calls]
+        futures: list[Future[None]] = []
 
         def silent() -> str:
-            pairs = zip(self._drivers, futures, strict=True)
+            pairs = zip(self._drivers, futures, strict=False)
             return ", ".join(driver.url for driver, future in pairs if not future.done())
 
         def ended(future: Future[None]) -> None:
@@ -279,11 +280,15 @@ class Group:
                     "not taken all bytes: look for NCCL or Gloo errors in the servers' logs"
                 )
 
-        for future in futures:
-            future.add_done_callback(ended)
-        if untaken is not None:
-            threading.Thread(target=doubt, name="streamer-doubt", daemon=True).start()
         try:
+            for driver, call in zip(self._drivers, calls, strict=True):
+                futures.append(self._submit(driver, call))
+                futures[-1].add_done_callback(ended)
+            if untaken is not None:
+                try:
+                    threading.Thread(target=doubt, name="streamer-doubt", daemon=True).start()
+                except RuntimeError as error:
+                    raise no_thread(what, error) from error
             yield
             through.set()
             if wait(futures, patience).not_done:
