@@ -12,8 +12,6 @@ from typing import Any
 
 from streamer.callers import Callers, no_thread, run
 from streamer.drivers.base import Driver, ServerInfo
-from streamer.drivers.engine import Engine
-from streamer.drivers.factory import make_driver, refuse_on_own_loop
 from streamer.exceptions import StreamerError, UsageError
 from streamer.group import Group
 from streamer.options import Options
@@ -30,12 +28,12 @@ class Fleet:
     Every method but `cancel`, `wake` and `insist` is for the thread that pushes, or closes.
     """
 
-    def __init__(self, servers: Sequence[str | Engine], options: Options, clock: Clock) -> None:
-        self._engines = [server for server in servers if isinstance(server, Engine)]
+    def __init__(self, drivers: Sequence[Driver], options: Options, clock: Clock) -> None:
+        """``drivers``, one a server, are closed with the fleet."""
         self._options = options
         self._clock = clock
-        self.drivers: list[Driver] = [make_driver(server, options, clock) for server in servers]
-        if len(set(self.urls)) != len(servers):
+        self.drivers = drivers
+        if len(set(self.urls)) != len(drivers):
             raise UsageError(f"give several servers, each one once: {', '.join(self.urls)}")
         self._callers = Callers()
         self.servers: list[ServerInfo] = []
@@ -45,10 +43,6 @@ class Fleet:
     @property
     def urls(self) -> tuple[str, ...]:
         return tuple(driver.url for driver in self.drivers)
-
-    def refuse_on_own_loop(self) -> None:
-        """Raise `UsageError` on the event loop that an engine's coroutines need to go on."""
-        refuse_on_own_loop(self._engines)
 
     def probe(self) -> None:
         """Ask every server what it is."""

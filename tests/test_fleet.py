@@ -52,8 +52,7 @@ def fleet(monkeypatch, no_threads_left):
     made = []
 
     def make(*drivers):
-        one = Fleet([], Options(), Clock(Timeouts()))
-        one.drivers = list(drivers)
+        one = Fleet(drivers, Options(), Clock(Timeouts()))
         made.append(one)
         return one
 
@@ -117,16 +116,19 @@ def no_more_threads(prefix):
         yield
 
 
-def test_a_step_whose_thread_does_not_start_is_not_run(fleet):
-    one = fleet(Hanging("a", seconds=0.2), Hanging("b", seconds=0.2))
+def test_a_step_whose_thread_does_not_start_is_not_run(fleet, eventually):
+    a, b, c = (Hanging(name, seconds=0.2) for name in "abc")
+    one = fleet(a, b, c)
     ran = []
 
     def step(driver):
         ran.append(driver.url)
         driver.step()
 
-    one.each(step)  # two threads are idle now
-    one.drivers.append(Hanging("c"))
+    one.drivers = (a, b)
+    one.each(step)
+    eventually(lambda: one._callers._idle._value == 2)
+    one.drivers = (a, b, c)
     ran.clear()
     with no_more_threads("streamer-http"), pytest.raises(StreamerError) as caught:
         one.each(step)
@@ -185,7 +187,7 @@ def test_an_error_of_any_kind_while_cleaning_up_does_not_hide_what_failed(fleet)
     one.close()
 
 
-def test_a_group_may_be_dropped_while_it_is_ended(eventually):
+def test_a_group_may_be_dropped_while_it_is_ended():
     """`Session.cancel` on one thread, and `Session.close` on another."""
 
     class Dropped(Fleet):
