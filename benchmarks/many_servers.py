@@ -31,10 +31,10 @@ from unittest import mock
 import torch
 
 import streamer
+from streamer import group
 from streamer.bench.machine import describe_machine, describe_versions
 from streamer.bench.null import NullTransport
 from streamer.cli._output import draw_table
-from streamer.group import Group
 from streamer.receiver.endpoint import Endpoint, InitInfo
 
 INFO = {
@@ -192,10 +192,10 @@ def main() -> None:
     if arguments.serve:
         asyncio.run(serve(*json.loads(arguments.serve)))
         return
-    plain = Group._make_transport
-    make = plain if arguments.gloo else lambda *_: NullTransport(torch.device("cpu"))
+    plain = group.make_transport
+    make = plain if arguments.gloo else lambda *_: (NullTransport(torch.device("cpu")), None)
     pairs = []
-    with mock.patch.object(Group, "_make_transport", make):
+    with mock.patch.object(group, "make_transport", make):
         for latency in arguments.latency:
             settings = latency / 1e3, arguments.gloo, arguments.repeats
             pairs.append((measure(1, *settings), measure(arguments.servers, *settings)))

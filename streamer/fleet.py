@@ -6,13 +6,12 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from typing import Any
 
+from streamer.callers import Callers, no_thread, run
 from streamer.drivers.base import Driver, ServerInfo
-from streamer.drivers.engine import Engine
-from streamer.drivers.factory import make_driver, refuse_on_own_loop
 from streamer.exceptions import StreamerError, UsageError
 from streamer.group import Group
 from streamer.held import Held
@@ -30,14 +29,14 @@ class Fleet:
     Every method but `cancel`, `wake` and `insist` is for the thread that pushes, or closes.
     """
 
-    def __init__(self, servers: Sequence[str | Engine], options: Options, clock: Clock) -> None:
-        self._engines = [server for server in servers if isinstance(server, Engine)]
+    def __init__(self, drivers: Sequence[Driver], options: Options, clock: Clock) -> None:
+        """``drivers``, one a server, are closed with the fleet."""
         self._options = options
         self._clock = clock
-        self.drivers: list[Driver] = [make_driver(server, options, clock) for server in servers]
-        if len(set(self.urls)) != len(servers):
+        self.drivers = drivers
+        if len(set(self.urls)) != len(drivers):
             raise UsageError(f"give several servers, each one once: {', '.join(self.urls)}")
-        self._pool = ThreadPoolExecutor(2 * len(servers) or 1, thread_name_prefix="streamer-http")
+        self._callers = Callers()
         self.servers: list[ServerInfo] = []
         """What they said they are, when they were last asked."""
         self.group: Group | None = None
@@ -45,10 +44,6 @@ class Fleet:
     @property
     def urls(self) -> tuple[str, ...]:
         return tuple(driver.url for driver in self.drivers)
-
-    def refuse_on_own_loop(self) -> None:
-        """Raise `UsageError` on the event loop that an engine's coroutines need to go on."""
-        refuse_on_own_loop(self._engines)
 
     def probe(self) -> None:
         """Ask every server what it is."""
@@ -121,57 +116,61 @@ class Fleet:
             log.warning("%s", note)
 
     def each(self, step: Callable[[Driver], Any], *, to_the_end: bool = False) -> list[Any]:
-        """Run ``step`` on every server at once, and raise the first error when all are through.
+        """Run ``step`` on every server at once; when all are through, raise what has failed.
 
-        Once one has failed the others are given up after a moment, unless ``to_the_end``.
+        Once one has failed the others are given up after a moment, unless ``to_the_end``. Of those
+        that failed by themselves the first in order is raised, with notes of the others.
         """
-        futures = [self._submit(step, driver) for driver in self.drivers]
+        futures: list[Future[Any]] = []
         try:
-            done, others = wait(futures, return_when=FIRST_EXCEPTION)
-            failed = next((future for future in done if future.exception() is not None), None)
-            if others and not to_the_end:
-                _, others = wait(others, _GRACE_SECONDS)
-            while others and not to_the_end:
+            futures.extend(self._submit(driver, partial(step, driver)) for driver in self.drivers)
+            _, others = wait(futures, return_when=FIRST_EXCEPTION)
+            if others:
+                _, others = wait(others, None if to_the_end else _GRACE_SECONDS)
+            failed = self._failed(futures)
+            while others:
                 # Again and again: one may have been between two calls.
                 for driver, future in zip(self.drivers, futures, strict=True):
                     if future in others:
                         driver.cancel()
                 _, others = wait(others, 0.1)
-            wait(others)
         except BaseException:
             for _ in range(50):
                 self.cancel()
                 if not wait(futures, 0.1).not_done:
                     break
             raise
-        if failed is not None:
-            failed.result()
+        if failed:
+            (_, first), *more = failed
+            for url, problem in more:
+                first.add_note(f"meanwhile, {url}: {_text(problem)}")
+            raise first
         return [future.result() for future in futures]
 
-    def _submit(self, step: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Run ``step`` on a thread.
+    def _failed(self, futures: Sequence[Future[Any]]) -> list[tuple[str, BaseException]]:
+        """Which servers' steps have failed so far, in order."""
+        pairs = zip(self.drivers, futures, strict=True)
+        ended = [(driver.url, future.exception()) for driver, future in pairs if future.done()]
+        return [(url, error) for url, error in ended if error is not None]
 
-        When the main thread has ended the pool takes nothing any more, though other threads of the
-        program may still push: then it is a thread of its own. Where none can be started, because
-        the interpreter exits, it is run in this call.
+    def _submit(
+        self, driver: Driver, step: Callable[[], Any], *, else_here: bool = False
+    ) -> Future[Any]:
+        """Run ``step``, which calls ``driver``, once, on a thread.
+
+        Never raises: where no thread can be started the future has failed, with a `StreamerError`
+        that names the limit, or ``step`` has been run in this call if it may be, ``else_here``. As
+        the interpreter exits, and a thread would not begin, it is run in this call in any case.
         """
-        try:
-            return self._pool.submit(step, *arguments)
-        except RuntimeError:
-            future: Future[Any] = Future()
-
-        def run() -> None:
+        future: Future[Any] = Future()
+        if not sys.is_finalizing():
             try:
-                future.set_result(step(*arguments))
-            except BaseException as error:
-                future.set_exception(error)
-
-        try:
-            if sys.is_finalizing():  # a thread would not begin, and be waited for
-                raise RuntimeError
-            threading.Thread(target=run, name="streamer-http", daemon=True).start()
-        except RuntimeError:
-            run()
+                return self._callers.submit(step)
+            except RuntimeError as error:
+                if not else_here:
+                    future.set_exception(no_thread(driver.url, error))
+                    return future
+        run(future, step)
         return future
 
     def _clean_up(
@@ -182,13 +181,16 @@ class Fleet:
     ) -> None:
         """Run ``step`` on every server, and ``beside`` on this thread meanwhile; what goes wrong
         with a server becomes a note on ``error``."""
-        begun = [(driver, self._submit(step, driver)) for driver in self.drivers]
+        begun = [
+            (driver, self._submit(driver, partial(step, driver), else_here=True))
+            for driver in self.drivers
+        ]
         beside()
         for driver, future in begun:
             try:
                 future.result()
-            except StreamerError as problem:
-                error.add_note(f"while cleaning up {driver.url}: {problem}")
+            except Exception as problem:  # whatever it is, it must not hide ``error``
+                error.add_note(f"while cleaning up {driver.url}: {_text(problem)}")
 
     def cancel(self) -> None:
         """From any thread: wake every call to a server that is under way; it raises."""
@@ -204,8 +206,9 @@ class Fleet:
 
     def insist(self) -> None:
         """From any thread or signal handler: end the broadcast and the calls under way."""
-        if self.group is not None:
-            self.group.transport.abort("interrupted")
+        group = self.group
+        if group is not None:
+            group.transport.abort("interrupted")
         _beside(self.cancel)
 
     def _drop_group(self) -> None:
@@ -220,9 +223,15 @@ class Fleet:
         finally:
             for driver in self.drivers:
                 driver.close()
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._callers.close()
 
 
 def _beside(step: Callable[[], None]) -> None:
     """A handler of signals runs on a thread that may hold the lock that ``step`` waits for."""
     threading.Thread(target=step, name="streamer-cancel", daemon=True).start()
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, StreamerError):
+        return str(error)
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -17,7 +17,8 @@ from typing import Unpack
 
 from streamer.announce import announced
 from streamer.drivers.base import ServerInfo
-from streamer.drivers.factory import Servers, listed
+from streamer.drivers.engine import Engine
+from streamer.drivers.factory import Servers, listed, make_driver, refuse_on_own_loop
 from streamer.drivers.mark import check_weight_version
 from streamer.events import Event, SyncFailed, SyncFinished
 from streamer.exceptions import PushCancelled, StreamerError, UsageError
@@ -48,7 +49,10 @@ class Session:
     def __init__(self, to: Servers | None, **options: Unpack[ConnectOptions]) -> None:
         self._options = Options.parse(options)
         self._clock = Clock(self._options.timeouts)
-        self._fleet = Fleet(listed(to), self._options, self._clock)
+        servers = listed(to)
+        self._engines = [server for server in servers if isinstance(server, Engine)]
+        drivers = [make_driver(server, self._options, self._clock) for server in servers]
+        self._fleet = Fleet(drivers, self._options, self._clock)
         self._turn = Turn()
         self._closed = False
         self._pushing = threading.Lock()
@@ -112,7 +116,7 @@ class Session:
         try:
             with announced(source), trace.span("open source"):
                 self._refuse_if_closed()
-                self._fleet.refuse_on_own_loop()
+                refuse_on_own_loop(self._engines)
                 check_weight_version(weight_version)
                 opened = open_source(source)
             ranks = ranks_of(opened)
@@ -178,7 +182,7 @@ class Session:
         """Make every worker join a fresh broadcast group. Done by a push if need be."""
         with self._alone():
             self._refuse_if_closed()
-            self._fleet.refuse_on_own_loop()
+            refuse_on_own_loop(self._engines)
             self._interrupts.requested = False
             self._fleet.probe()
             self._interrupts.check_request()

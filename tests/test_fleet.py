@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import streamer
-from streamer import PushCancelled, ServerRefused, ServerUnreachable, Timeouts
+from streamer import PushCancelled, ServerRefused, ServerUnreachable, StreamerError, Timeouts
 from streamer import fleet as fleet_module
 from streamer.drivers.mark import INCOMPLETE
 from streamer.fleet import Fleet
@@ -51,10 +52,7 @@ def fleet(monkeypatch, no_threads_left):
     made = []
 
     def make(*drivers):
-        one = Fleet([], Options(), Clock(Timeouts()))
-        one._pool.shutdown()
-        one._pool = fleet_module.ThreadPoolExecutor(8, thread_name_prefix="streamer-http")
-        one.drivers = list(drivers)
+        one = Fleet(drivers, Options(), Clock(Timeouts()))
         made.append(one)
         return one
 
@@ -86,6 +84,119 @@ def test_what_is_to_be_done_to_the_end_is(fleet, monkeypatch):
 def test_results_are_in_the_order_of_the_servers(fleet):
     drivers = [Hanging(name, seconds=0.2 / (n + 1)) for n, name in enumerate("abc")]
     assert fleet(*drivers).each(lambda driver: driver.step()) == ["a", "b", "c"]
+
+
+def test_the_first_of_several_errors_is_raised_and_tells_the_others(fleet):
+    urls = [f"s{number}" for number in range(8)]
+    with pytest.raises(ServerRefused) as caught:
+        fleet(*map(Refusing, urls)).each(lambda driver: driver.step())
+    assert str(caught.value) == "s0: no"
+    assert caught.value.__notes__ == [f"meanwhile, {url}: {url}: no" for url in urls[1:]]
+
+
+def test_what_was_only_given_up_is_not_told(fleet, monkeypatch):
+    monkeypatch.setattr(fleet_module, "_GRACE_SECONDS", 0.0)
+    with pytest.raises(ServerRefused, match="c: no") as caught:
+        fleet(Hanging("a"), Refusing("c")).each(lambda driver: driver.step())
+    assert not hasattr(caught.value, "__notes__")
+
+
+@contextlib.contextmanager
+def no_more_threads(prefix):
+    """No thread starts whose name begins so."""
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name.startswith(prefix):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        yield
+
+
+def test_a_step_whose_thread_does_not_start_is_not_run(fleet, eventually):
+    a, b, c = (Hanging(name, seconds=0.2) for name in "abc")
+    one = fleet(a, b, c)
+    ran = []
+
+    def step(driver):
+        ran.append(driver.url)
+        driver.step()
+
+    one.drivers = (a, b)
+    one.each(step)
+    eventually(lambda: one._callers._idle._value == 2)
+    one.drivers = (a, b, c)
+    ran.clear()
+    with no_more_threads("streamer-http"), pytest.raises(StreamerError) as caught:
+        one.each(step)
+    assert str(caught.value) == (
+        "c: cannot start a thread: can't start new thread; raise the limit of processes and "
+        "threads (ulimit -u)"
+    )
+    time.sleep(0.1)
+    assert sorted(ran) == ["a", "b"]
+
+
+def test_servers_are_cleaned_up_though_no_thread_starts(fleet):
+    one = fleet(Hanging("a"), Hanging("b"))
+    done, error = [], StreamerError("the sync failed")
+    with no_more_threads("streamer-http"):
+        one._clean_up(error, lambda driver: done.append(driver.url))
+    assert done == ["a", "b"]
+    assert not hasattr(error, "__notes__")
+
+
+def test_an_update_that_cannot_be_watched_is_given_up(server):
+    streamer.push({"a": torch.zeros(3)}, server.url, weight_version="old")
+    with streamer.connect(server.url) as session:
+        with (
+            no_more_threads("streamer-doubt"),
+            pytest.raises(StreamerError, match=r"^the update: cannot start a thread: can't"),
+        ):
+            session.push({"a": torch.ones(3)})
+        session.push({"a": torch.ones(3)}, weight_version="new")
+    assert server.holds({"a": torch.ones(3)})
+    assert (server.paused, server.weight_version) == (False, "new")
+
+
+def test_an_error_of_any_kind_while_cleaning_up_does_not_hide_what_failed(fleet):
+    class Broken(Hanging):
+        def release(self):
+            raise KeyError("its\nown")
+
+        def leave(self):
+            raise OSError("gone")
+
+    class Released(Hanging):
+        def release(self):
+            return "is marked incomplete"
+
+        def leave(self):
+            pass
+
+    one = fleet(Broken("a"), Released("b"))
+    transport = SimpleNamespace(aborted=False)
+    one.group = SimpleNamespace(flowing=False, transport=transport, close=lambda: None)
+    error = StreamerError("no room")
+    one.give_up(error)
+    assert error.held == {"b": "is marked incomplete"}
+    assert error.__notes__ == ["while cleaning up a: KeyError: 'its\\nown'"]
+    one.close()
+
+
+def test_a_group_may_be_dropped_while_it_is_ended():
+    """`Session.cancel` on one thread, and `Session.close` on another."""
+
+    class Dropped(Fleet):
+        found = iter([SimpleNamespace(transport=SimpleNamespace(abort=lambda reason: None))])
+        group = property(lambda self: next(self.found, None), lambda self, group: None)
+
+    one = Dropped([], Options(), Clock(Timeouts()))
+    one.insist()
+    one.close()
 
 
 @pytest.mark.parametrize("beginning", [False, True])

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from streamer.broadcast.handover import Handover
+from streamer.broadcast.producer import Producer
 from streamer.broadcast.ring import Ring
 from streamer.broadcast.staging import Stage
 from streamer.broadcast.stream import ChunkStream
@@ -60,7 +62,7 @@ class Broadcaster:
         self._ring = Ring(self._stage.allocate(0))
         cuda = transport.device.type == "cuda"
         self._stream = torch.cuda.Stream(transport.device) if cuda else None
-        self._current: weakref.ref[ChunkStream] | None = None
+        self._current: weakref.ref[Handover] | None = None
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="streamer-send", daemon=True)
         self._thread.start()
@@ -110,18 +112,30 @@ class Broadcaster:
         sync runs any more.
         """
         self.prepare(plan)
-        stream = ChunkStream(
+        progress = self._progress if progress_timeout is None else progress_timeout
+        handover = Handover()
+        producer = Producer(
             plan,
             self._ring,
-            stage=self._stage,
+            self._stage,
+            handover,
+            source,
             transport=self._transport,
-            send=send_packed if plan.packed else send_per_tensor,
-            stream=self._stream,
-            progress=self._progress if progress_timeout is None else progress_timeout,
-            source=source,
+            progress=progress,
             trace=self._trace,
         )
-        self._current = weakref.ref(stream)
+        stream = ChunkStream(
+            handover,
+            self._transport,
+            send_packed if plan.packed else send_per_tensor,
+            source,
+            filler=self._ring.memory,
+            stream=self._stream,
+            copies=self._stage.stream,
+            progress=progress,
+            trace=self._trace,
+        )
+        self._current = weakref.ref(handover)
         ended = threading.Event()
         failures: list[BaseException] = []
 
@@ -131,45 +145,45 @@ class Broadcaster:
             except BaseException as error:
                 failures.append(error)
             finally:
-                stream.end()
+                handover.end()
                 ended.set()
 
         told = sent = 0
 
         def tell() -> None:
             nonlocal told, sent
-            while told < stream.sent:
+            while told < handover.sent:
                 sent += plan.chunks[told].nbytes
                 told += 1
                 on_progress(sent)
 
         self._tasks.put(task)
-        stream.produce(payloads, tell, check)
+        producer.produce(payloads, tell, check)
         # Every step of the sending thread has a deadline of its own. Whatever is raised here in the
         # meantime, by an observer or a handler of signals, must not leave it behind.
         while not ended.is_set():
-            with stream.guarded():
+            with handover.guarded():
                 ended.wait(0.1)
                 tell()
-        with stream.guarded():
+        with handover.guarded():
             tell()
-        stream.drain()
-        if not failures and stream.failure is None:
-            with stream.guarded():
+        producer.drain()
+        if not failures and handover.failure is None:
+            with handover.guarded():
                 # Only now: a source may close its files when it ends.
                 next(payloads, None)
-        if stream.late_reads or failures:
+        if handover.late_reads or failures:
             self._free()
         if failures:
             raise failures[0]
-        if stream.failure is not None:
-            raise stream.failure
+        if handover.failure is not None:
+            raise handover.failure
 
     def stop(self, error: BaseException) -> None:
         """From any thread: end the sync under way, if any, as if its source had so failed."""
-        stream = None if self._current is None else self._current()
-        if stream is not None:
-            stream.fail(error)
+        handover = None if self._current is None else self._current()
+        if handover is not None:
+            handover.fail(error)
 
     def _run(self) -> None:
         """The sending thread: sync after sync."""

@@ -16,6 +16,7 @@ from streamer.exceptions import StreamerError
 from streamer.gpus import refuse_own_gpu
 from streamer.network import address_towards, check_address, is_here
 from streamer.options import Options
+from streamer.rendezvous import refuse_mixed, sending_device
 from streamer.transport import _libnccl
 from streamer.transport.lifeline import Lifeline
 
@@ -31,13 +32,12 @@ def settings() -> Finding:
 
 def one_group(servers: Sequence[ServerInfo]) -> Finding:
     """Whether one broadcast can reach all of them."""
-    kinds = sorted({f"{server.backend} on {server.device}" for server in servers})
-    if len(kinds) > 1:
-        return fail(
-            "one group", f"the servers differ: {', '.join(kinds)}", "push to each kind alone"
-        )
+    try:
+        refuse_mixed(servers)
+    except StreamerError as error:
+        return fail("one group", str(error), "push to each kind alone")
     workers = sum(server.world_size for server in servers)
-    return ok("one group", f"{workers} workers, {kinds[0]}")
+    return ok("one group", f"{workers} workers, {servers[0].backend} on {servers[0].device}")
 
 
 def device(servers: Sequence[ServerInfo], options: Options) -> Iterator[Finding]:
@@ -64,11 +64,6 @@ def device(servers: Sequence[ServerInfo], options: Options) -> Iterator[Finding]
         )
     else:
         yield ok("GPU of its own", "no worker was found on it")
-
-
-def sending_device(options: Options) -> torch.device:
-    """The CUDA device that a push would send from."""
-    return options.device or torch.device("cuda", torch.cuda.current_device())
 
 
 def nccl_versions(there: str) -> Iterator[Finding]:

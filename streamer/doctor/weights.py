@@ -10,11 +10,12 @@ import torch
 from streamer.broadcast.fill import SLOT_SIZE
 from streamer.broadcast.staging import RING_SIZE
 from streamer.doctor.finding import Finding, fail, ok, size
-from streamer.doctor.here import free_host_memory, memory, sending_device
+from streamer.doctor.here import free_host_memory, memory
 from streamer.drivers.base import Driver
 from streamer.exceptions import PlanError, StreamerError
 from streamer.options import Options
 from streamer.plan import Plan, make_plan
+from streamer.rendezvous import sending_device
 from streamer.source import TensorSpec, WeightSource
 
 

@@ -58,16 +58,23 @@ class Lifeline:
     """
 
     def __init__(self, store: TCPStore, local_address: str) -> None:
-        self.store = store
+        self._store: TCPStore | None = store
         self.local_address = local_address
         self.port: int = store.port
         self._roll = 0
-        self._closed = False
 
     @classmethod
     def host(cls, address: str, port: int = 0) -> Lifeline:
         """On ``address``, and a free port unless one is given. Raises as `host_store` does."""
         return cls(host_store(address, port), address)
+
+    @property
+    def store(self) -> TCPStore:
+        """Raises `TransportError` once this is closed, as another thread may do at any moment."""
+        store = self._store
+        if store is None:
+            raise TransportError("broadcast group: closed")
+        return store
 
     def rendezvous(self) -> dict[str, Any]:
         """Fields of ``init_info``."""
@@ -130,12 +137,10 @@ class Lifeline:
 
         They are told as well: a Gloo operation that hangs may keep the store alive.
         """
-        if self._closed:
-            return
-        self._closed = True
-        with contextlib.suppress(RuntimeError):
-            self.store.set(ALIVE, "no")
-        del self.store
+        store, self._store = self._store, None
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                store.set(ALIVE, "no")
 
 
 class WorkerLifeline:

@@ -387,7 +387,8 @@ def test_servers_that_differ(
 ) -> None:
     stub.backend, stub.device = "nccl", "cuda"
     found = findings("--to", server.url, "--to", stub.url)["one group"]
-    check(found, "fail", "nccl on cuda, streamer on cpu", "push to each kind alone")
+    kinds = f"({server.url}: streamer on cpu; {stub.url}: nccl on cuda): push to them separately"
+    check(found, "fail", kinds, "push to each kind alone")
 
 
 def test_an_address_that_leads_nowhere(findings: Callable[..., Any], stub: Stub) -> None:

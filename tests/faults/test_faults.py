@@ -34,8 +34,7 @@ from fault_table import (
     not_a_cell,
     outcome,
 )
-from streamer import Session, StreamerError, Timeouts
-from streamer import group as group_module
+from streamer import Session, StreamerError, Timeouts, racing
 from streamer import session as session_module
 from streamer.drivers import recovery
 from streamer.drivers.mark import INCOMPLETE
@@ -62,7 +61,7 @@ def small_plans_and_deadlines(monkeypatch):
         session_module, "make_plan", lambda *a, **k: plain(*a, **k, call_size=CALL_SIZE)
     )
     monkeypatch.setattr(recovery, "CLEAN_UP_SECONDS", 1.0)
-    monkeypatch.setattr(group_module, "_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(racing, "ANSWER_SECONDS", 0.5)
 
 
 def state_of(server) -> Outcome:

@@ -11,8 +11,7 @@ import torch
 import streamer
 from kit_checks import both_modes
 from kit_session import JOIN, TIMEOUTS, UPDATE, weights
-from streamer import ServerRefused, TensorSpec, TransportError, UsageError
-from streamer import group as group_module
+from streamer import ServerRefused, TensorSpec, UsageError
 from streamer import session as session_module
 
 pytestmark = pytest.mark.timeout(120)
@@ -191,30 +190,3 @@ def test_joining_waits_for_no_push(session, server, make_source):
     one.push(make_source(weights(1), on_step=on_step))
     assert len(errors) == 1
     assert server.holds(weights(1))
-
-
-def test_a_group_that_cannot_be_made_gives_its_port_back(server, monkeypatch, free_port):
-    port = free_port()
-
-    def fail(*arguments):
-        raise TransportError("made to fail")
-
-    kept = []
-    with monkeypatch.context() as patch:
-        patch.setattr(group_module, "GlooTransport", fail)
-        with pytest.raises(TransportError, match="made to fail") as caught:
-            streamer.connect(server.url, port=port)
-        kept.append(caught.value)
-    with streamer.connect(server.url, port=port) as one:
-        assert one.servers
-
-
-def test_what_ends_a_push_is_told_though_a_call_cannot_be_cancelled(
-    session, server, make_source, monkeypatch
-):
-    one = session(server)
-    monkeypatch.setattr(group_module.Group, "_cancel", lambda *_: False)
-    server.fail("/update_weights", 500, "no room", times=1)
-    with pytest.raises(ServerRefused, match="no room") as caught:
-        one.push(make_source(weights(1)))
-    assert caught.value.__notes__ == ["a call to a server could not be cancelled within 5 s"]

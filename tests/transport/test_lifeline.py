@@ -332,6 +332,21 @@ def test_workers_answer_the_roll_at_once():
     host.close()
 
 
+def test_a_roll_call_after_the_close_is_an_error_of_the_transport():
+    """Another thread may close it at any moment."""
+    lifeline = Lifeline.host("127.0.0.1")
+    lifeline.close()
+    for late in (
+        lambda: lifeline.call_roll([1]),
+        lambda: lifeline.absent([1], 5, lambda: None),
+        lambda: lifeline.reported(1),
+        lambda: lifeline.wait_for_workers(2, 5, lambda: None),
+    ):
+        with pytest.raises(TransportError, match=r"^broadcast group: closed$"):
+            late()
+    lifeline.close()
+
+
 def test_a_wait_for_the_absent_can_be_stopped():
     host = Lifeline.host("127.0.0.1")
 
