@@ -14,7 +14,7 @@ from streamer.callers import Callers, no_thread, run
 from streamer.drivers.base import Driver, ServerInfo
 from streamer.exceptions import StreamerError, UsageError
 from streamer.group import Group
-from streamer.held import Held
+from streamer.held import Held, Remedy
 from streamer.options import Options
 from streamer.timeouts import Clock
 
@@ -85,7 +85,7 @@ class Fleet:
         group = self.group
         if group is None:
             return  # `close` has waited long enough for this push, and cleaned up
-        flowing, broken = group.flowing, group.transport.aborted
+        flowing, broken, left = group.flowing, group.transport.aborted, self._left()
         if flowing and broken:
             # First our end: workers that still wait for the trainer cannot answer before that.
             self._drop_group()
@@ -96,14 +96,21 @@ class Fleet:
             if state is not None:
                 held[driver.url] = state
 
-        self._clean_up(error, end)
+        try:
+            self._clean_up(error, end)
+        except BaseException as ended:  # a second Ctrl-C
+            what = "may hold a mixture of weights" if flowing else "holds the old weights"
+            unknown = Held(f"{what}, and may be marked incomplete and paused", Remedy.PUSH)
+            for url in self.urls:
+                ended.add_note(f"{url} {held.get(url, unknown)}")
+            raise
         if isinstance(error, StreamerError):
             error.held = held
         else:
             for url, state in held.items():
                 error.add_note(f"{url} {state}")
         if flowing and broken:
-            self._clean_up(error, lambda driver: driver.leave())
+            self._clean_up(error, partial(_leave, left=left))
 
     def leave(self) -> None:
         """Have the workers leave, so that they or others can join again. Logs what goes wrong."""
@@ -111,9 +118,16 @@ class Fleet:
             return
         problem = StreamerError("leaving")
         # One after the other took a second with vLLM's own engine (docs/measurements.md).
-        self._clean_up(problem, lambda driver: driver.leave(), beside=self._drop_group)
+        self._clean_up(problem, partial(_leave, left=self._left()), beside=self._drop_group)
         for note in getattr(problem, "__notes__", []):
             log.warning("%s", note)
+
+    def _left(self) -> set[str]:
+        """Servers whose workers are in our group no more: to release them would hit another's."""
+        try:
+            return self.group.left() if self.group is not None else set()
+        except (RuntimeError, StreamerError):
+            return set()
 
     def each(self, step: Callable[[Driver], Any], *, to_the_end: bool = False) -> list[Any]:
         """Run ``step`` on every server at once; when all are through, raise what has failed.
@@ -224,6 +238,11 @@ class Fleet:
             for driver in self.drivers:
                 driver.close()
             self._callers.close()
+
+
+def _leave(driver: Driver, *, left: set[str]) -> None:
+    if driver.url not in left:
+        driver.leave()
 
 
 def _beside(step: Callable[[], None]) -> None:

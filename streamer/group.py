@@ -6,11 +6,14 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 
 from streamer.broadcast.broadcaster import Broadcaster
 from streamer.broadcast.stream import ChunkStream
 from streamer.digest import StreamDigest
 from streamer.drivers.base import Driver, JoinInfo, ServerInfo
+from streamer.exceptions import TransportError
 from streamer.gpus import refuse_if_nccl_says_so
 from streamer.options import Options
 from streamer.plan import Call, Plan
@@ -92,6 +95,30 @@ class Group:
             threads=options.threads,
             trace=options.trace,
         )
+
+    @contextlib.contextmanager
+    def syncing(self) -> Iterator[None]:
+        """The block is a sync: workers of our own engine let no other trainer in meanwhile."""
+        if self.lifeline is None:
+            yield
+            return
+        self.lifeline.tell_syncing(True)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(TransportError, RuntimeError):  # it may be closed by now
+                self.lifeline.tell_syncing(False)
+
+    def left(self) -> set[str]:
+        """The servers of which a worker has said that it has left, to join another trainer, say."""
+        if self.lifeline is None:
+            return set()
+        of = {url: list(members) for url, members in groupby(self._members, attrgetter("url"))}
+        return {
+            url
+            for url, members in of.items()
+            if self.lifeline.left([member.rank for member in members])
+        }
 
     def call_roll(self) -> None:
         """Have every worker answer, beside what the caller does until `is_whole`."""

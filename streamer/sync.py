@@ -64,7 +64,8 @@ class Sync:
         watch.lap("connect")
         plan = self._plan
         self._tell(SyncStarted(plan.tensors, plan.nbytes, len(plan.chunks), fleet.urls))
-        with interrupts:
+        assert fleet.group is not None
+        with interrupts, fleet.group.syncing():
             try:
                 self._update(source, version)
                 watch.lap("update")

@@ -13,7 +13,8 @@ import torch
 
 import streamer
 from streamer import Timeouts, TransportError, descriptors
-from streamer.transport.lifeline import Lifeline, WorkerLifeline
+from streamer.transport.lifeline import Lifeline
+from streamer.transport.worker_lifeline import WorkerLifeline
 
 pytestmark = pytest.mark.timeout(120)
 

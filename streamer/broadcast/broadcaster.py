@@ -58,14 +58,18 @@ class Broadcaster:
         self._num_buffers = num_buffers
         self._progress = progress_timeout
         self._trace = trace or Trace(enabled=False)
-        self._stage = Stage(transport.device, threads, self._trace)
-        self._ring = Ring(self._stage.allocate(0))
         cuda = transport.device.type == "cuda"
         self._stream = torch.cuda.Stream(transport.device) if cuda else None
         self._current: weakref.ref[Handover] | None = None
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="streamer-send", daemon=True)
-        self._thread.start()
+        self._stage = Stage(transport.device, threads, self._trace)
+        try:
+            self._ring = Ring(self._stage.allocate(0))
+            self._thread.start()
+        except BaseException:
+            self._stage.close()
+            raise
 
     def prepare(self, plan: Plan) -> None:
         """Allocate the memory that ``plan`` needs, unless it is there already.

@@ -69,8 +69,12 @@ class Stage:
             self._threads.append(
                 threading.Thread(target=self._copy_jobs, name="streamer-copy", daemon=True)
             )
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # Ctrl-C, or a limit: nobody else knows of those that run
+            self.close()
+            raise
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A new device buffer of ``nbytes`` bytes, made on the current stream.
@@ -243,4 +247,5 @@ class Stage:
         self._copies.put(None)
         deadline = time.monotonic() + 1.0
         for thread in self._threads:
-            thread.join(max(deadline - time.monotonic(), 0.0))
+            if thread.ident is not None:
+                thread.join(max(deadline - time.monotonic(), 0.0))

@@ -16,8 +16,8 @@ from streamer.exceptions import PlanError, TransportError
 from streamer.receiver.loop import Layout, Sink, parse_update, receive
 from streamer.transport.base import Transport
 from streamer.transport.gloo import GlooTransport
-from streamer.transport.lifeline import WorkerLifeline
 from streamer.transport.nccl import NcclTransport
+from streamer.transport.worker_lifeline import WorkerLifeline
 
 JOIN_SECONDS = 60.0
 """How long to join may take where the trainer does not say."""
@@ -99,6 +99,14 @@ class Endpoint:
         self._transport: Transport | None = None
         self._lifeline: WorkerLifeline | None = None
         self._last: Layout | None = None
+
+    def is_syncing(self) -> bool:
+        """Whether the trainer of this group is alive and in the middle of a sync.
+
+        Asks it, which takes two seconds, or three if it does not answer.
+        """
+        whole = self._transport is not None and not self._transport.aborted
+        return whole and self._lifeline is not None and self._lifeline.is_syncing()
 
     def join(self, info: InitInfo, *, update_open: bool) -> None:
         """Leave any earlier group and enter this one; returns when all ranks have joined.

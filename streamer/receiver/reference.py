@@ -20,6 +20,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from streamer.receiver import OCCUPIED
+
 PROTOCOL = "0.33.0"
 """The vLLM release whose routes these are."""
 
@@ -180,6 +182,8 @@ class ReferenceServer:
 
     async def init(self, request: Request) -> dict[str, Any]:
         init_info = await _field(request, "init_info", dict)
+        if self._updating and any(await self.call("is_syncing")):
+            raise Refused(OCCUPIED)
         self._updating = False
         await self.call("init", init_info)
         return {"message": "Weight transfer initialized"}

@@ -21,6 +21,7 @@ from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from streamer.exceptions import TransportError
+from streamer.receiver import OCCUPIED
 from streamer.receiver.endpoint import Endpoint, InitInfo
 
 log = logging.getLogger("streamer")
@@ -66,6 +67,13 @@ class StreamerWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ign
         return init_dict
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        # All are asked, and may differ: a failed update is an error on the last worker alone.
+        syncing = self._open_in_vllm and self._endpoint.is_syncing()
+        if any(self._gather("syncing" if syncing else "")):
+            if self._is_last:
+                raise TransportError(OCCUPIED)
+            return
+
         def join() -> None:
             self._endpoint.join(InitInfo.parse(init_info), update_open=self._open_in_vllm)
 

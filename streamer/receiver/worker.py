@@ -38,6 +38,10 @@ class Worker:
         """Join a trainer's group."""
         self._endpoint.join(InitInfo.parse(init_info), update_open=False)
 
+    def is_syncing(self) -> bool:
+        """Whether the trainer is in the middle of a sync."""
+        return self._endpoint.is_syncing()
+
     def update(self, update_info: dict[str, Any]) -> None:
         """Receive one call."""
         try:

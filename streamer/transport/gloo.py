@@ -21,8 +21,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from streamer import descriptors
 from streamer.exceptions import DeadlineExceeded, TransportError
 from streamer.transport.base import Transport
-from streamer.transport.lifeline import Lifeline, WorkerLifeline
+from streamer.transport.lifeline import Lifeline
 from streamer.transport.store import first_line, within
+from streamer.transport.worker_lifeline import WorkerLifeline
 
 _SLICE = datetime.timedelta(seconds=0.2)
 _FILES = 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import os
 import socket
 import threading
 import time
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 SILENCE_SECONDS = 5.0
 """A trainer whose store does not answer for this long counts as dead."""
-ALIVE, YES = "streamer/alive", b"yes"
-"""The key that workers ask for, and its value until the trainer closes the store."""
+ALIVE, SYNCING, YES = "streamer/alive", "streamer/syncing", b"yes"
+"""The keys that workers ask for. The first is `YES` until the trainer closes the store."""
 
 _CHECK_SECONDS = 0.5
 """How often a worker that joins checks that the trainer's port is open; a check takes no longer."""
@@ -57,6 +58,7 @@ def host_store(address: str, port: int) -> TCPStore:
             f"{_REMEDIES.get(error.errno or 0, 'give another address or port')}"
         ) from error
     port = listener.getsockname()[1]
+    _listening[port] = listener.fileno()
     try:
         store = TCPStore(
             address,
@@ -66,6 +68,7 @@ def host_store(address: str, port: int) -> TCPStore:
             timeout=datetime.timedelta(seconds=60),
             master_listen_fd=listener.detach(),
         )
+        store.set(SYNCING, "no")
         store.set(ALIVE, YES.decode())
     except RuntimeError as error:
         raise TransportError(
@@ -73,6 +76,30 @@ def host_store(address: str, port: int) -> TCPStore:
             f"are open, {descriptors.REMEDY}"
         ) from error
     return store
+
+
+_listening: dict[int, int] = {}
+"""The descriptors of this process's stores, by port."""
+
+
+def let_port_go(port: int) -> None:
+    """The store on ``port`` is being freed: its descriptor may be another's soon."""
+    _listening.pop(port, None)
+
+
+def _listen_no_more() -> None:
+    """In a process that was forked, whose copies would keep the ports for as long as it lives.
+
+    The descriptors stay taken: the copies of the stores close them, too.
+    """
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for descriptor in _listening.values():
+        os.dup2(nothing, descriptor, inheritable=False)
+    os.close(nothing)
+    _listening.clear()
+
+
+os.register_at_fork(after_in_child=_listen_no_more)
 
 
 def join_store(address: str, port: int, timeout: float, count: int) -> tuple[str, list[TCPStore]]:

@@ -15,8 +15,8 @@ from kit_checks import running
 from kit_session import JOIN, UPDATE, weights
 from streamer import SourceError, StreamerError, Timeouts
 from streamer.drivers.mark import INCOMPLETE
-from streamer.transport.lifeline import BEAT_SECONDS
 from streamer.transport.store import SILENCE_SECONDS
+from streamer.transport.worker_lifeline import BEAT_SECONDS
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -15,7 +15,8 @@ import torch
 
 from streamer import DeadlineExceeded, TransportError
 from streamer.transport.gloo import GlooTransport
-from streamer.transport.lifeline import Lifeline, WorkerLifeline, _worker_key
+from streamer.transport.lifeline import Lifeline, worker_key
+from streamer.transport.worker_lifeline import WorkerLifeline
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -24,7 +25,7 @@ import hashlib, json, os, sys, time
 import torch
 from streamer import StreamerError
 from streamer.transport.gloo import GlooTransport
-from streamer.transport.lifeline import WorkerLifeline
+from streamer.transport.worker_lifeline import WorkerLifeline
 
 rank, world_size, port = map(int, sys.argv[1:4])
 lifeline = WorkerLifeline.join("127.0.0.1", port, 30)
@@ -275,7 +276,7 @@ def test_a_worker_that_does_not_receive_ends_at_the_deadline(group):
 
 def test_a_rank_that_is_missing_is_named(group):
     transport = group.start("time.sleep(60)", world_size=4, present=0)
-    group.lifeline.store.set(_worker_key(2), "{}")
+    group.lifeline.store.set(worker_key(2), "{}")
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded) as caught:
         transport.connect(0.5)
@@ -285,7 +286,7 @@ def test_a_rank_that_is_missing_is_named(group):
 
 def test_a_rank_that_reports_and_never_comes_ends_at_the_deadline(group):
     transport = group.start("", world_size=2, present=0)
-    group.lifeline.store.set(_worker_key(1), "{}")
+    group.lifeline.store.set(worker_key(1), "{}")
     started = time.monotonic()
     with pytest.raises((TransportError, DeadlineExceeded)) as caught:
         transport.connect(1)

@@ -14,9 +14,10 @@ import time
 import pytest
 
 from streamer import DeadlineExceeded, TransportError
-from streamer.transport import lifeline as module
 from streamer.transport import store
-from streamer.transport.lifeline import Lifeline, WorkerLifeline, _worker_key
+from streamer.transport import worker_lifeline as module
+from streamer.transport.lifeline import Lifeline, worker_key
+from streamer.transport.worker_lifeline import WorkerLifeline
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -227,7 +228,7 @@ def test_workers_report_to_the_trainer(eventually):
 
 def test_the_ranks_that_did_not_come_are_named():
     host = Lifeline.host("127.0.0.1")
-    host.store.set(_worker_key(2), "{}")
+    host.store.set(worker_key(2), "{}")
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded) as caught:
         host.wait_for_workers(5, 0.3, lambda: None)
@@ -323,7 +324,7 @@ def test_workers_answer_the_roll_at_once():
     found, seconds = absent(host, 1, 2, timeout=0.5)
     assert found == [2]
     assert 0.4 < seconds < 3
-    host.store.set(_worker_key(2), '{"left": true}')
+    host.store.set(worker_key(2), '{"left": true}')
     host.call_roll([1, 2])
     found, seconds = absent(host, 1, 2)
     assert found == [2]
@@ -381,7 +382,8 @@ def test_a_trainer_that_was_stopped_finds_that_its_worker_has_left(trainer, even
 
 AT_EXIT = """
 import time
-from streamer.transport.lifeline import Lifeline, WorkerLifeline
+from streamer.transport.lifeline import Lifeline
+from streamer.transport.worker_lifeline import WorkerLifeline
 host = Lifeline.host("127.0.0.1")
 worker = WorkerLifeline.join("127.0.0.1", host.port, 10)
 worker.report(1)
@@ -408,7 +410,8 @@ def test_a_worker_may_exit_while_it_is_called():
 
 FORKED = """
 import os, sys
-from streamer.transport.lifeline import Lifeline, WorkerLifeline
+from streamer.transport.lifeline import Lifeline
+from streamer.transport.worker_lifeline import WorkerLifeline
 host = Lifeline.host("127.0.0.1")
 worker = WorkerLifeline.join("127.0.0.1", host.port, 10)
 worker.report(1)
@@ -431,7 +434,7 @@ def test_a_fork_that_exits_does_not_leave():
 
 WORKER = """
 import sys
-from streamer.transport import lifeline as module
+from streamer.transport import worker_lifeline as module
 module.BEAT_SECONDS, module._MISSED_BEATS = 0.2, 9
 lifeline = module.WorkerLifeline.join("127.0.0.1", int(sys.argv[1]), 20)
 lifeline.watch(1, lambda reason: print("told", flush=True))

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 from streamer import DeadlineExceeded, TransportError
-from streamer.transport.lifeline import Lifeline, _worker_key
+from streamer.transport.lifeline import Lifeline, worker_key
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -20,20 +20,20 @@ def host():
 
 @pytest.mark.parametrize("said", ["[1, 2]", "5", "null", "{", "\x00", '"left"', "[" * 100_000])
 def test_a_report_that_is_no_object_is_an_error_of_ours(host, said):
-    host.store.set(_worker_key(3), said)
+    host.store.set(worker_key(3), said)
     with pytest.raises(TransportError, match=r"rank 3 has reported .* no worker of") as caught:
         host.reported(3)
     assert len(str(caught.value)) < 250
 
 
 def test_a_report_in_no_encoding_is_an_error_of_ours(host):
-    host.store.set(_worker_key(3), b"\xff\xfe\xff")
+    host.store.set(worker_key(3), b"\xff\xfe\xff")
     with pytest.raises(TransportError, match="rank 3 has reported"):
         host.reported(3)
 
 
 def test_of_many_ranks_that_are_missing_a_few_are_named(host):
-    host.store.set(_worker_key(3), "{}")
+    host.store.set(worker_key(3), "{}")
     with pytest.raises(DeadlineExceeded) as caught:
         host.wait_for_workers(101, 0.1, lambda: None)
     assert str(caught.value).startswith(
