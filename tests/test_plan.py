@@ -348,6 +348,12 @@ def test_a_hundred_thousand_tensors(packed):
             ]
 
 
+@pytest.mark.parametrize("shape", [(2**62,), (2**70,), (2**40, 2**40)])
+def test_what_no_device_can_hold_is_refused(shape):
+    with pytest.raises(PlanError, match=r"tensor w: no device has the .* bytes of shape"):
+        make_plan([TensorSpec("w", torch.float32, shape)])
+
+
 @pytest.mark.parametrize(
     "spec",
     [
@@ -361,6 +367,7 @@ def test_a_hundred_thousand_tensors(packed):
         TensorSpec("w", torch.float32, (2.0, 3)),
         TensorSpec("w", torch.float32, (-2, 3)),
         TensorSpec("w", torch.float32, 5),
+        TensorSpec("w", torch.float32, (True, 4)),
     ],
     ids=repr,
 )

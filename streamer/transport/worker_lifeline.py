@@ -144,9 +144,7 @@ class WorkerLifeline:
         how = "is gone" if self._broken.is_set() else f"was silent for {SILENCE_SECONDS:g} s"
         self._lost.set()
         on_death(f"the trainer at {self._trainer} {how}")
-        with contextlib.suppress(RuntimeError):
-            reports.set(worker_key(rank), json.dumps({"left": True}))
-            reports.set(call_key(rank), _END)
+        _tell_left(reports, rank)
 
     def _answer(self, calls: TCPStore, rank: int) -> None:
         with contextlib.suppress(RuntimeError):  # the trainer is gone
@@ -174,7 +172,12 @@ class WorkerLifeline:
         self._stop.set()
         self._answered.set()
         if self._watched_for is not None:
-            with contextlib.suppress(RuntimeError):
-                self._reports.set(worker_key(self._watched_for), json.dumps({"left": True}))
-                self._reports.set(call_key(self._watched_for), _END)
+            _tell_left(self._reports, self._watched_for)
         del self.store, self._reports, self._beats, self._calls
+
+
+def _tell_left(reports: TCPStore, rank: int) -> None:
+    """In one message: torch writes a trace to stderr for a second one to a trainer that is gone."""
+    keys, said = [worker_key(rank), call_key(rank)], [json.dumps({"left": True}), _END]
+    with contextlib.suppress(RuntimeError):
+        reports.multi_set(keys, said)  # type: ignore[attr-defined]

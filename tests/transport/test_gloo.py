@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 
+from kit_checks import running
 from streamer import DeadlineExceeded, TransportError
 from streamer.transport.gloo import GlooTransport
 from streamer.transport.lifeline import Lifeline, worker_key
@@ -408,6 +409,56 @@ def test_failing_leaks_nothing(leaks, eventually):
         once()
     eventually(lambda: leaks()["threads"] == 0)
     eventually(lambda: leaks()["fds"] <= before["fds"] and leaks()["tasks"] <= before["tasks"], 10)
+
+
+def test_a_worker_that_joins_a_stopped_trainer_is_free_again():
+    """The others had not come yet: it waited in torch for a store that does not answer."""
+    code = """
+import time
+from streamer.transport.lifeline import Lifeline
+lifeline = Lifeline.host("127.0.0.1")
+print(lifeline.port, flush=True)
+time.sleep(60)
+"""
+    with running(code) as trainer:
+        worker = WorkerLifeline.join("127.0.0.1", int(trainer.stdout.readline()), 10)
+        transport = GlooTransport(worker, 1, 3)
+        worker.watch(1, transport.abort)
+        threading.Timer(0.5, trainer.send_signal, [signal.SIGSTOP]).start()
+        started = time.monotonic()
+        with pytest.raises(TransportError, match="was silent for 5 s"):
+            transport.connect(60)
+        transport.close()
+        worker.close()
+        assert time.monotonic() - started < 12
+
+
+@pytest.mark.parametrize("defaults", ["dtype(torch.bfloat16)", "dtype(torch.float64)"])
+def test_the_default_dtype_is_no_part_of_the_wire(defaults):
+    """Gloo ends a process that is sent another size than it expects, and here two are."""
+    code = """
+import sys, torch
+from streamer.transport.gloo import GlooTransport
+from streamer.transport.lifeline import Lifeline
+torch.set_default_DEFAULTS
+host = Lifeline.host("127.0.0.1")
+print(host.port, flush=True)
+transport = GlooTransport(host, 0, 2)
+transport.connect(30)
+transport.broadcast(torch.ones(4, dtype=torch.uint8), 30)
+print("sent", flush=True)
+"""
+    with running(code.replace("DEFAULTS", defaults)) as trainer:
+        worker = WorkerLifeline.join("127.0.0.1", int(trainer.stdout.readline()), 10)
+        worker.report(1)
+        transport = GlooTransport(worker, 1, 2)
+        transport.connect(30)
+        got = torch.zeros(4, dtype=torch.uint8)
+        transport.broadcast(got, 30)
+        assert got.tolist() == [1, 1, 1, 1]
+        assert trainer.stdout.readline() == "sent\n"
+        transport.close()
+        worker.close()
 
 
 def test_a_process_can_end_with_an_operation_that_is_stuck(group):

@@ -27,6 +27,8 @@ from streamer.transport.lifeline import Lifeline
 lifeline = Lifeline.host("127.0.0.1")
 print(lifeline.port, flush=True)
 for line in sys.stdin:
+    if line == "sync\\n":
+        lifeline.tell_syncing(True)
     if line == "close\\n":
         lifeline.close()
     if line == "close while held\\n":
@@ -319,7 +321,8 @@ def test_workers_answer_the_roll_at_once():
         found, seconds = absent(host, 1, 2)
         assert found == []
         assert seconds < 1
-    workers[1].close()  # as one that was killed: without a word
+    workers[1]._watched_for = None  # as one that was killed: without a word
+    workers[1].close()
     host.call_roll([1, 2])
     found, seconds = absent(host, 1, 2, timeout=0.5)
     assert found == [2]
@@ -331,6 +334,57 @@ def test_workers_answer_the_roll_at_once():
     assert seconds < 1, "one that has said that it left is not waited for"
     workers[0].close()
     host.close()
+
+
+def test_a_worker_that_leaves_says_so(eventually):
+    host = Lifeline.host("127.0.0.1")
+    stays, leaves = (WorkerLifeline.join("127.0.0.1", host.port, 10) for _ in range(2))
+    stays.watch(1, lambda reason: None)
+    leaves.watch(2, lambda reason: None)
+    assert not host.left([1, 2])
+    leaves.close()
+    eventually(lambda: host.left([1, 2]))
+    assert not host.left([1])
+    stays.close()
+    host.close()
+
+
+@pytest.mark.parametrize("end", ["close", "kill", "stop"])
+def test_whether_a_sync_is_under_way(quick, trainer, watched, end):
+    worker, _ = watched
+    assert not worker.is_syncing()
+    trainer.tell("sync")
+    trainer.answer()
+    assert worker.is_syncing()
+    if end == "close":
+        trainer.tell("close")
+    else:
+        trainer.process.send_signal(signal.SIGKILL if end == "kill" else signal.SIGSTOP)
+    started = time.monotonic()
+    assert not worker.is_syncing(), "a trainer that is gone keeps nobody out"
+    assert time.monotonic() - started < 4 * module.BEAT_SECONDS
+
+
+def test_a_forked_process_lets_the_port_go():
+    """Or a loader of data that lives on would keep it from the next session of this trainer."""
+    host = Lifeline.host("127.0.0.1")
+    (reads, writes), (heard, forked) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writes)
+        os.write(forked, b"!")
+        os.read(reads, 1)  # until the parent has seen it
+        os._exit(0)
+    try:
+        os.read(heard, 1)
+        host.close()
+        again = Lifeline.host("127.0.0.1", host.port)
+        again.close()
+    finally:
+        os.close(writes)
+        os.waitpid(child, 0)
+        for end in (reads, heard, forked):
+            os.close(end)
 
 
 def test_a_roll_call_after_the_close_is_an_error_of_the_transport():
