@@ -52,7 +52,8 @@ def alone(
     with contextlib.closing(Broadcaster(transport, num_buffers=buffers)) as broadcaster:
         for _ in range(repeats + 1):
             started, used = time.perf_counter(), time.thread_time()
-            broadcaster.sync(plan, checked(source, specs), conduct, source=source)
+            payloads = checked(source, specs)
+            broadcaster.sync(plan, payloads, conduct, source=source, progress_timeout=30.0)
             spent.append((time.perf_counter() - started, time.thread_time() - used))
     transport.close()
     seconds, processor = (statistics.median(column) for column in zip(*spent[1:], strict=True))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from streamer.exceptions import StreamerError, one_line
 
+_CLOSE_SECONDS = 1.0
 _Task = tuple[Future[Any], Callable[[], Any]]
 
 
@@ -27,7 +29,7 @@ class Callers:
         # slower by a fifth with 64 servers, because all woke at once, for one interpreter.
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
-        self._made = 0
+        self._threads: list[threading.Thread] = []
 
     def submit(self, step: Callable[[], Any]) -> Future[Any]:
         """Begin ``step``, which is run once.
@@ -35,9 +37,10 @@ class Callers:
         Raises `RuntimeError` if no thread can be started; then ``step`` is not run.
         """
         if not self._idle.acquire(blocking=False):
-            name = f"streamer-http_{self._made}"
-            threading.Thread(target=self._work, name=name, daemon=True).start()
-            self._made += 1
+            name = f"streamer-http_{len(self._threads)}"
+            thread = threading.Thread(target=self._work, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
         future: Future[Any] = Future()
         self._tasks.put((future, step))
         return future
@@ -50,10 +53,13 @@ class Callers:
             self._idle.release()
 
     def close(self) -> None:
-        """End the threads, each when its step has ended. Idempotent."""
-        for _ in range(self._made):
+        """End the threads, each when its step has ended: for that it waits a second. Idempotent."""
+        threads, self._threads = self._threads, []
+        for _ in threads:
             self._tasks.put(None)
-        self._made = 0
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def run(future: Future[Any], step: Callable[[], Any]) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 
+from kit_checks import our_threads
 from streamer.callers import Callers
 from streamer.exceptions import StreamerError
 
@@ -74,6 +75,14 @@ def test_an_idle_thread_keeps_nothing(callers, eventually):
         eventually(lambda: seen[0]() is None, 5)
     finally:
         gc.enable()
+
+
+def test_no_thread_is_left_by_a_close():
+    one, together = Callers(), threading.Barrier(4)
+    for future in [one.submit(partial(together.wait, 20)) for _ in range(4)]:
+        future.result(20)
+    one.close()
+    assert our_threads() == []
 
 
 def test_a_busy_thread_ends_when_its_step_does(no_threads_left):

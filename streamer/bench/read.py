@@ -16,6 +16,7 @@ from streamer.broadcast.stream import ChunkStream
 from streamer.defaults import DEFAULT_THREADS, MIB
 from streamer.plan import Plan, make_plan
 from streamer.source import TensorSpec, WeightSource, checked, specs_of
+from streamer.timeouts import Timeouts
 
 SAMPLE = 4 << 30
 """Bytes of a source that are read: its first tensors."""
@@ -44,7 +45,13 @@ class Reading:
 
         with contextlib.closing(checked(self._source, self._all)) as payloads:
             sample = itertools.islice(payloads, self.plan.tensors)
-            self._broadcaster.sync(self.plan, sample, conduct, source=self._source)
+            self._broadcaster.sync(
+                self.plan,
+                sample,
+                conduct,
+                source=self._source,
+                progress_timeout=Timeouts().progress,
+            )
 
     def close(self) -> None:
         """Free the memory and the threads."""

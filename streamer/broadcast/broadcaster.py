@@ -41,8 +41,7 @@ class Broadcaster:
 
     Device memory is ``num_buffers`` times the largest chunk, which is at most the buffer size plus
     the largest tensor: so many chunks are in flight, and more where they are smaller. ``threads``
-    readers fill them. ``progress_timeout`` is the longest wait, in seconds, for a read or a
-    broadcast.
+    readers fill them.
     """
 
     def __init__(
@@ -51,12 +50,10 @@ class Broadcaster:
         *,
         num_buffers: int = DEFAULT_NUM_BUFFERS,
         threads: int = DEFAULT_THREADS,
-        progress_timeout: float = 120.0,
         trace: Trace | None = None,
     ) -> None:
         self._transport = transport
         self._num_buffers = num_buffers
-        self._progress = progress_timeout
         self._trace = trace or Trace(enabled=False)
         cuda = transport.device.type == "cuda"
         self._stream = torch.cuda.Stream(transport.device) if cuda else None
@@ -100,23 +97,22 @@ class Broadcaster:
         conduct: Callable[[ChunkStream], None],
         *,
         source: WeightSource,
-        progress_timeout: float | None = None,
+        progress_timeout: float,
         on_progress: Callable[[int], None] = lambda nbytes: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Stage ``plan`` on this thread while ``conduct(stream)`` runs on the sending thread.
 
         ``conduct`` opens call after call on the servers and has ``stream.send(call)`` broadcast
-        it; it opens none once ``stream.failure`` is set. ``payloads`` are what ``source``
-        yields. ``progress_timeout`` is of this sync alone. ``on_progress(nbytes)`` is called on
-        this thread for each chunk, with all bytes sent so far; ``check()`` before each chunk, and
-        what it raises stops the source.
+        it; it opens none once ``stream.failure`` is set. ``payloads`` are what ``source`` yields.
+        ``progress_timeout`` is the longest wait, in seconds, for the source, a read or a broadcast.
+        ``on_progress(nbytes)`` is called on this thread for each chunk, with all bytes sent so far;
+        ``check()`` before each chunk, and what it raises stops the source.
 
         Raises what ``conduct`` raises, else the failure of the source; by then nothing of this
         sync runs any more.
         """
         self.prepare(plan)
-        progress = self._progress if progress_timeout is None else progress_timeout
         handover = Handover()
         producer = Producer(
             plan,
@@ -125,7 +121,7 @@ class Broadcaster:
             handover,
             source,
             transport=self._transport,
-            progress=progress,
+            progress=progress_timeout,
             trace=self._trace,
         )
         stream = ChunkStream(
@@ -136,7 +132,7 @@ class Broadcaster:
             filler=self._ring.memory,
             stream=self._stream,
             copies=self._stage.stream,
-            progress=progress,
+            progress=progress_timeout,
             trace=self._trace,
         )
         self._current = weakref.ref(handover)

@@ -34,7 +34,7 @@ def deliver(
     group = LoopbackGroup(1 + WORKERS)
     workers = [_Worker(group, rank, plan) for rank in range(1, 1 + WORKERS)]
     transport = group.transport(0)
-    broadcaster = Broadcaster(transport, threads=THREADS, progress_timeout=PATIENCE)
+    broadcaster = Broadcaster(transport, threads=THREADS)
 
     def conduct(stream: ChunkStream) -> None:
         for call in plan.calls:
@@ -46,7 +46,7 @@ def deliver(
 
     try:
         with contextlib.closing(_payloads(source)) as payloads:
-            broadcaster.sync(plan, payloads, conduct, source=source)
+            broadcaster.sync(plan, payloads, conduct, source=source, progress_timeout=PATIENCE)
     finally:
         transport.close()
         broadcaster.close()

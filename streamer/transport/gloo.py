@@ -147,7 +147,8 @@ class GlooTransport(Transport):
     def close(self) -> None:
         """Destroy the group, in a daemon thread if an operation is still inside it."""
         self.abort("closed")
-        # The destructor joins Gloo's threads: the last reference must not be dropped here.
+        # The group's destructor joins Gloo's threads. It runs here, with the last reference, unless
+        # an operation is stuck: it would wait for that.
         owned: list[object] = [self._group, self._pending]
         stuck = self._pending is not None and not self._pending.is_completed()
         self._group = self._pending = None

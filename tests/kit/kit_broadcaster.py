@@ -89,9 +89,8 @@ class Rig:
         self.workers = [
             Worker(self.group, rank, packed, buffer_size) for rank in range(1, 1 + workers)
         ]
-        self.broadcaster = Broadcaster(
-            self.transport, num_buffers=num_buffers, threads=threads, progress_timeout=progress
-        )
+        self.progress = progress
+        self.broadcaster = Broadcaster(self.transport, num_buffers=num_buffers, threads=threads)
         self.calls = 0
         self.on_call = lambda index: None
         self.begin = lambda: None
@@ -122,7 +121,9 @@ class Rig:
                     answer.result(PATIENCE)
 
         with contextlib.closing(checked(source, specs)) as payloads:
-            self.broadcaster.sync(plan, payloads, conduct, source=source, **options)
+            self.broadcaster.sync(
+                plan, payloads, conduct, source=source, progress_timeout=self.progress, **options
+            )
         return plan
 
     def buffers(self):
