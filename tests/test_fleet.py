@@ -13,7 +13,15 @@ import pytest
 import torch
 
 import streamer
-from streamer import PushCancelled, ServerRefused, ServerUnreachable, StreamerError, Timeouts
+from streamer import (
+    Held,
+    PushCancelled,
+    Remedy,
+    ServerRefused,
+    ServerUnreachable,
+    StreamerError,
+    Timeouts,
+)
 from streamer import fleet as fleet_module
 from streamer.drivers.mark import INCOMPLETE
 from streamer.fleet import Fleet
@@ -172,18 +180,55 @@ def test_an_error_of_any_kind_while_cleaning_up_does_not_hide_what_failed(fleet)
 
     class Released(Hanging):
         def release(self):
-            return "is marked incomplete"
+            return Held("is marked incomplete")
 
         def leave(self):
             pass
 
     one = fleet(Broken("a"), Released("b"))
     transport = SimpleNamespace(aborted=False)
-    one.group = SimpleNamespace(flowing=False, transport=transport, close=lambda: None)
+    one.group = SimpleNamespace(flowing=False, transport=transport, left=set, close=lambda: None)
     error = StreamerError("no room")
     one.give_up(error)
-    assert error.held == {"b": "is marked incomplete"}
+    assert error.held == {"b": Held("is marked incomplete")}
     assert error.__notes__ == ["while cleaning up a: KeyError: 'its\\nown'"]
+    one.close()
+
+
+def test_ctrl_c_while_cleaning_up_still_tells_what_the_servers_hold(fleet):
+    class Interrupted(Hanging):
+        def abandon(self):
+            raise KeyboardInterrupt
+
+    class Abandoned(Hanging):
+        def abandon(self):
+            return Held("holds a mixture", Remedy.PUSH)
+
+    one = fleet(Abandoned("a"), Interrupted("b"))
+    transport = SimpleNamespace(aborted=False)
+    one.group = SimpleNamespace(flowing=True, transport=transport, left=set, close=lambda: None)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        one.give_up(StreamerError("no room"))
+    assert caught.value.__notes__ == [
+        "a holds a mixture: push again",
+        "b may hold a mixture of weights, and may be marked incomplete and paused: push again",
+    ]
+    one.group = None
+    one.close()
+
+
+def test_workers_that_have_left_are_not_asked_to(fleet):
+    """They are in another trainer's group, which would lose them."""
+    asked = []
+
+    class Asked(Hanging):
+        def leave(self):
+            asked.append(self.url)
+
+    one = fleet(Asked("a"), Asked("b"))
+    one.group = SimpleNamespace(left=lambda: {"a"}, close=lambda: None)
+    one.leave()
+    assert asked == ["b"]
     one.close()
 
 

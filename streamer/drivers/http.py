@@ -98,9 +98,19 @@ class HttpClient:
 
     def get_all(self, paths: Sequence[str], timeout: float) -> list[dict[str, Any]]:
         """GET ``paths`` at once, each within ``timeout``, and return what they answer."""
+        with self.getting(paths, timeout) as answer:
+            return [answer(path) for path in paths]
+
+    @contextlib.contextmanager
+    def getting(
+        self, paths: Sequence[str], timeout: float
+    ) -> Iterator[Callable[[str], dict[str, Any]]]:
+        """GET ``paths`` at once; what is given takes one of them and waits for its answer."""
         with contextlib.ExitStack() as calls:
-            begun = [calls.enter_context(self._call("GET", path, None, timeout)) for path in paths]
-            return [answer() for answer in begun]
+            begun = {
+                path: calls.enter_context(self._call("GET", path, None, timeout)) for path in paths
+            }
+            yield lambda path: begun[path]()
 
     def post(
         self, path: str, body: Mapping[str, Any] | None, timeout: float | None

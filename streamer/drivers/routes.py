@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 from streamer.drivers.base import ServerInfo
 from streamer.drivers.http import HttpClient
-from streamer.drivers.vllm_info import START_SO, ask, version_numbers
+from streamer.drivers.vllm_info import ASKED, START_SO, ask, version_numbers
 from streamer.exceptions import IncompatibleServer, ServerRefused, StreamerError
 
 
@@ -108,7 +108,8 @@ class HttpRoutes:
     # What each call does is said in `Routes`.
 
     def ask(self, backend: str, timeout: float) -> ServerInfo:
-        info = ask(lambda path: self.get(path, timeout), self.url, backend)
+        with self._explained(), self._client.getting(ASKED, timeout) as get:
+            info = ask(get, self.url, backend)
         self._version = version_numbers(info.version)
         return info
 

@@ -21,6 +21,8 @@ MOST_WORKERS = 1 << 16
 _LONGEST_NUMBER = 9
 _LONGEST_TEXT = 60
 SERVER_INFO = "/server_info?config_format=json"
+ASKED = ("/version", "/get_world_size", SERVER_INFO)
+"""What `ask` gets, in this order."""
 
 
 def ask(get: Callable[[str], dict[str, Any]], url: str, backend: str) -> ServerInfo:
