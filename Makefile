@@ -34,6 +34,7 @@ help:
 
 demo: .venv/serve.stamp
 	@$(BIN)/streamer demo
+	@echo 'Before that, in this folder: . .venv/bin/activate'
 
 test:
 	@MAKE='$(MAKE)' scripts/run_steps.sh setup lint 'types unit | vllm trl' wheel plugin-example docs \
