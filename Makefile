@@ -13,9 +13,6 @@ UNIT := -n $(WORKERS) --ignore=tests/interop --ignore=tests/gpu --ignore=tests/i
 # What goes through all that is installed: entry points, every command, pushes to a server.
 WHEEL := $(patsubst %,tests/cli/test_%.py,demo help push sources) tests/test_plugins.py $(wildcard tests/test_registry*.py)
 
-# Material for MkDocs tells of a coming MkDocs at each build; no release of it is taken unseen.
-DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
-
 .PHONY: help demo test setup lint types unit wheel plugin-example docs vllm interop trl grpo ray clean
 
 help:
@@ -27,7 +24,7 @@ help:
 	@echo 'make wheel    the command line, plugins and demo from the built wheel, without the sources'
 	@echo 'make plugin-example'
 	@echo '              build, install and test the example of a plugin (15 seconds)'
-	@echo 'make docs     build the site of docs/ into build/docs, without a warning (20 seconds)'
+	@echo 'make docs     build the site of docs/ into build/docs, where a dead link is an error (20 s)'
 	@echo 'make vllm     install vLLM for the CPU into .vllm (2 minutes)'
 	@echo 'make interop  the tests against real vLLM servers and engines (6 minutes)'
 	@echo 'make trl      install TRL into .trl (1 minute)'
@@ -37,6 +34,7 @@ help:
 
 demo: .venv/serve.stamp
 	@$(BIN)/streamer demo
+	@echo 'Before that, in this folder: . .venv/bin/activate'
 
 test:
 	@MAKE='$(MAKE)' scripts/run_steps.sh setup lint 'types unit | vllm trl' wheel plugin-example docs \
@@ -61,7 +59,7 @@ plugin-example: .venv/dev.stamp
 	scripts/test_plugin_example.sh $(CURDIR)/$(BIN)/python
 
 docs: .venv/docs.stamp
-	$(DOCS) build --quiet --strict
+	scripts/build_docs.sh $(BIN)/mkdocs
 
 vllm: .vllm/streamer.stamp
 

@@ -1,6 +1,6 @@
 """Train and push from asyncio: requests go on beside it, and a push may be given up in time.
 
-    streamer serve --port 8000 &
+    streamer serve --port 8000    # in another terminal: wait for its line `ready: ...`
     python examples/async_push.py --to http://localhost:8000
 
 The push runs on a thread; the event loop is free all the while. A push that is cancelled, or that

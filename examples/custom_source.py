@@ -1,6 +1,6 @@
 """Push weights that are kept in a way nobody else knows: here, one NumPy file a tensor.
 
-    streamer serve --port 8000 &
+    streamer serve --port 8000    # in another terminal: wait for its line `ready: ...`
     python examples/custom_source.py weights/ --to http://localhost:8000
 
 A source says what it has, then yields exactly that, in that order. docs/plugins.md goes on from

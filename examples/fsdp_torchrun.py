@@ -1,6 +1,6 @@
 """Train a sharded model, and push it into a running server after every step.
 
-    streamer serve --port 8000 &
+    streamer serve --port 8000    # in another terminal: wait for its line `ready: ...`
     torchrun --nproc-per-node 2 examples/fsdp_torchrun.py --to http://localhost:8000
 
 It runs on CPUs over Gloo, and on GPUs over NCCL where there is one for each rank. With vLLM in

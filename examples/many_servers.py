@@ -1,7 +1,7 @@
 """Push one checkpoint into several servers: the bytes are sent once, to all workers together.
 
-    streamer serve --port 8000 &
-    streamer serve --port 8001 --workers 2 &
+    streamer serve --port 8000                # each in a terminal of its own:
+    streamer serve --port 8001 --workers 2    # wait for its line `ready: ...`
     python examples/many_servers.py /models/Qwen3-8B --to http://localhost:8000 http://localhost:8001
 
 All of them change together, or the error says what each one holds, and the next push cures it.

@@ -1,6 +1,6 @@
 """Train a model, and push it into a running server after every step.
 
-    streamer serve --port 8000 &
+    streamer serve --port 8000    # in another terminal: wait for its line `ready: ...`
     python examples/training_loop.py --to http://localhost:8000
 
 With vLLM in place of the reference server the model's names and shapes must be those of the

@@ -23,26 +23,34 @@ HEAD = """# Faults
 
 What comes of a fault in each phase of a sync: the error, the seconds until it was raised, and what
 the server holds and does then. Each cell is a test (tests/faults) with real processes over Gloo: a
-reference server of two workers behind a proxy that spoils one call. In every cell the error is one
-line that names the server, the tensor or the file; no thread and no descriptor is left in the
-trainer; and the next sync **of the same session** succeeds, with equal checksums in every worker
-(after the server was restarted, where it or a worker of its was killed). The same
-[over NCCL](faults-nccl.md), between GPUs.
+reference server of two workers behind a proxy that spoils one call. In every cell
+
+- the error is one line that names the server, the tensor or the file;
+- no thread and no descriptor is left in the trainer;
+- the next sync **of the same session** succeeds, with equal checksums in every worker. If the fault
+  killed the server or one of its workers, the server was restarted before.
+
+The same between GPUs: [faults over NCCL](faults-nccl.md).
 
 Written by `python scripts/fault_table.py`; a run that fails a cell writes nothing. The last run:
 {where}.
 
-The tests set short deadlines where only a deadline ends a wait: connect 4 s (60 by default),
-progress 1.5 s (120), 0.5 s for a server to say why the data plane broke (2), 1 s for each call that
-cleans up (5). What is seen at once does not depend on them.
+Where only a deadline ends a wait, the tests set short ones; in brackets what a push has by default:
+connect 4 s (60), progress 1.5 s (120), 0.5 s for a server to say why the data plane broke (2), 1 s
+for each call that cleans up (5). What is seen at once does not depend on them.
 
-- `old`: as before the sync, and serving. `new`: the new weights, and serving.
-- `mixture, paused, marked`: not to be served; the next sync repairs it. `old` or `new` with
-  `paused, marked`: the same, though by chance nothing, or everything, had arrived, or the server
-  has the new weights and could not be resumed.
-- `new, paused`: the last, where it could not be asked, and so not marked either; the error says so.
-- `dead`: the server or one of its workers was killed; restart it.
-- —: no error, the sync succeeds.
+| state | what it means |
+|---|---|
+| `old` | As before the sync, and serving. |
+| `new` | The new weights, and serving. |
+| `mixture, paused, marked` | Not to be served; the next sync repairs it. |
+| `old, paused, marked` | As `mixture`, though by chance nothing had arrived. |
+| `new, paused, marked` | As `mixture`, though all had arrived, or the resume failed. |
+| `old, marked`, `new, marked` | As `old` or `new`; the next sync takes the mark away. |
+| `new, paused` | As `new`, but nobody could resume or mark it; the error says so. |
+| `dead` | The server or one of its workers was killed; restart it. |
+
+`—` in place of an error: there is none, and the sync succeeds. With `or` it depends on the moment.
 
 How the proxy spoils a call: `500`, `404`, `HTML page` and `never` without the server being asked;
 `garbage`, `closed` and `slow` once it has done what it was asked. `answer` is the last
@@ -51,21 +59,21 @@ How the proxy spoils a call: `500`, `404`, `HTML page` and `never` without the s
 
 HEAD_NCCL = """# Faults over NCCL
 
-The table of [faults](faults.md), where deadlines, states and kinds are explained, over NCCL: a
-reference server of one worker on one GPU, the trainer on another, or on the same, NCCL being told
-that they are two hosts. The tests and the deadlines are the same; in every cell no thread of the
-trainer is left, and the next sync of the same session succeeds with equal checksums. What NCCL
-makes different:
+The table of [faults](faults.md), which explains deadlines, states and kinds, over NCCL. There is a
+reference server of one worker on one GPU. The trainer is on another GPU, or on the same one: then
+NCCL is told that they are two hosts. The tests and the deadlines are the same. In every cell no
+thread of the trainer is left, and the next sync of the same session succeeds with equal checksums.
+What NCCL makes different:
 
 - The chunks of these tests are so small that NCCL leaves them in the memory of a worker that is
-  stopped, and the trainer is through: the error says so, and not that no byte moved. Once it goes
-  on, such a worker may find them.
-- Where NCCL had begun to join when the fault struck, it leaves two sockets open, for good. So the
+  stopped. The trainer is through then, so the error says that, and not that no byte moved. Once the
+  worker goes on, it may find them.
+- If NCCL had begun to join when the fault struck, it leaves two sockets open, for good. So the
   trainer waits for the workers before it begins, if they have our engine.
-- NCCL's own monitor (RAS) keeps a connection for each server that was there: it is off here, with
+- NCCL's own monitor (RAS) keeps a connection for each server that was there. It is off here, with
   `NCCL_RAS_ENABLE=0`.
 - Of 200 syncs in a row, a fault in every tenth, the last verifies; threads, descriptors and keys of
-  trainer, server and worker do not grow. Their memory does, where NCCL joins anew, which it does in
+  trainer, server and worker do not grow. Their memory grows where NCCL joins anew, which it does in
   twelve of 120 syncs: by 14 MiB over NVLink, by 39 over the network (over Gloo it stays as it is).
 
 Written by `python scripts/fault_table.py faults.xml GPUS COMMIT`, from the part `faults` of
@@ -141,6 +149,7 @@ def page(found: dict[str, dict[str, str]], head: str) -> str:
     parts.append(NOTES + "\n\nNo cell of its own:\n")
     parts += [f"{number}. {note}" for number, note in enumerate(notes, start=1)]
     parts.append("\n## What the errors say\n\nOf each kind the first: `URL` is the server's.\n")
+    parts.append("| fault | error |\n|---|---|")
     for kind in KINDS:
         texts = [
             found[name]["text"]
@@ -148,7 +157,8 @@ def page(found: dict[str, dict[str, str]], head: str) -> str:
             if (name := str(Cell(phase, kind))) in found and found[name]["text"]
         ]
         if texts:
-            parts.append(f"- {kind}: {texts[0].partition('; URL holds')[0]}")
+            text = texts[0].partition("; URL holds")[0].replace("|", r"\|")
+            parts.append(f"| {kind} | `{text}` |")
     return "\n".join(parts) + "\n"
 
 
