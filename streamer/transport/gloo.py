@@ -64,6 +64,7 @@ class GlooTransport(Transport):
             self._lifeline.wait_for_workers(self.world_size, timeout, self.check)
         timeout = max(timeout - (time.monotonic() - started), 0.001)
         waited = f"rank {self.rank} waited for {self.world_size} ranks to join over Gloo"
+        late = f"{waited}: not all of them came"
         if isinstance(self._lifeline, Lifeline):
             self._group = self._enter(timeout, waited)
         else:
@@ -71,10 +72,9 @@ class GlooTransport(Transport):
             try:
                 self._group = within(timeout, partial(self._enter, timeout, waited), self.check)
             except TimeoutError:
-                raise DeadlineExceeded(f"{waited}: not done within {timeout:g} s") from None
+                raise DeadlineExceeded(f"{late} within {timeout:g} s (Gloo)") from None
         # As wide as the workers', whatever the default dtype is: another size ends the process.
         warm_up = torch.zeros(1, dtype=torch.float32, device=self.device)
-        late = f"{waited}: not all of them came"
         self._finish(self._group.allreduce([warm_up]), timeout, late)
 
     def _enter(self, timeout: float, waited: str) -> Any:
