@@ -123,7 +123,7 @@ class Session:
             self._tell(SyncFinished(report))
             return report
         except BaseException as error:
-            told = self._interrupts.told(error)
+            told = self._interrupts.told(self._clock.told(error))
             self._tell(SyncFailed(told))
             if told is not error:
                 raise told from error

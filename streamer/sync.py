@@ -71,8 +71,11 @@ class Sync:
                 sent = fleet.group.sent if fleet.group is not None else None
                 fleet.each(lambda driver: driver.commit(version, sent), to_the_end=True)
             except BaseException as error:
-                self._leader.fail(error)
-                fleet.give_up(error)
+                told = self._clock.told(error)
+                self._leader.fail(told)
+                fleet.give_up(told)
+                if told is not error:
+                    raise told from error
                 raise
         watch.lap("finish")
         return make_report(plan, version, watch, fleet.verify_seconds, self._servers(proven=True))
