@@ -103,5 +103,5 @@ class Clock:
 
 
 def seconds(value: float) -> str:
-    """A time for a message, in three digits: ``0.00128``, ``59.3``, ``600``."""
-    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+    """A time for a message, in two digits or whole: ``0.0013``, ``2.5``, ``600``."""
+    return f"{value:.2g}" if value < 10 else f"{value:.0f}"

@@ -80,7 +80,8 @@ def test_what_is_told_keeps_what_the_servers_hold_and_is_told_once():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.0012856, "0.00129"), (0.5, "0.5"), (59.9873, "60"), (86400, "86400")]
+    ("value", "text"),
+    [(0.0012856, "0.0013"), (2.5, "2.5"), (9.99, "10"), (59.9873, "60"), (86400, "86400")],
 )
-def test_a_time_is_shown_in_three_digits(value, text):
+def test_a_time_is_shown_in_two_digits_or_whole(value, text):
     assert seconds(value) == text

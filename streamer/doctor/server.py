@@ -122,7 +122,7 @@ class Server:
             if isinstance(answer, DeadlineExceeded):
                 return fail(
                     "development mode",
-                    f"{answer}: an update is under way, or a worker hangs",
+                    f"an update is under way, or a worker hangs: {answer}",
                     "wait for the other trainer, or restart the server",
                 )
             if isinstance(answer, ServerRefused) and answer.status in (401, 403):

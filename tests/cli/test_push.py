@@ -140,7 +140,7 @@ def test_a_server_of_another_kind(
 ) -> None:
     ended = invoke("push", checkpoint, "--to", fake_server.url)
     assert ended.code == 1
-    assert f"{fake_server.url} has no /version (404): start it with" in ended.error
+    assert f"{fake_server.url} has no /version (404): give the URL of the" in ended.error
     assert fake_server.posts == []
 
 
