@@ -20,7 +20,7 @@ from streamer.drivers.base import ServerInfo
 from streamer.drivers.factory import Servers, listed
 from streamer.drivers.mark import check_weight_version
 from streamer.events import Event, SyncFailed, SyncFinished
-from streamer.exceptions import PushCancelled, StreamerError, UsageError
+from streamer.exceptions import PushCancelled, SourceError, StreamerError, UsageError
 from streamer.fleet import Fleet
 from streamer.follower import follow
 from streamer.held import Held
@@ -167,7 +167,7 @@ class Session:
             raise UsageError("this process sends, and needs a server: give its URL, not None")
         specs = specs_of(source)
         if not specs:
-            raise StreamerError("the source has no tensors: nothing to send")
+            raise SourceError("the source has no tensors: nothing to send")
         if self._kept is None or self._kept.specs != specs:
             self._kept = make_plan(
                 specs, packed=self._options.packed, buffer_size=self._options.buffer_size

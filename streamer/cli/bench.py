@@ -18,7 +18,7 @@ from streamer.cli._sizes import count, format_size, parse_size
 from streamer.cli._source import opened
 from streamer.cli._torch import import_torch
 from streamer.cli.serve import require_server
-from streamer.exceptions import StreamerError, UsageError
+from streamer.exceptions import SourceError, StreamerError, UsageError
 
 if TYPE_CHECKING:
     from streamer.bench.result import Result
@@ -124,7 +124,7 @@ def bench(
         weights = stack.enter_context(opened(source, option))
         specs = weights.specs()
         if not specs:
-            raise StreamerError("the source has no tensors: nothing to measure")
+            raise SourceError("the source has no tensors: nothing to measure")
         if to:
             urls, server = to, _no_server
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -12,8 +12,9 @@ from streamer.drivers.base import Driver
 from streamer.drivers.calls import Calls, LocalCalls
 from streamer.drivers.engine import Engine, EngineLike, missing_methods
 from streamer.drivers.engine_routes import EngineRoutes
-from streamer.drivers.http import HttpClient
+from streamer.drivers.http import HttpClient, normalize_url
 from streamer.drivers.routes import HttpRoutes, Routes
+from streamer.drivers.secrets import hide_user
 from streamer.drivers.vllm import VllmDriver
 from streamer.exceptions import UsageError
 from streamer.options import Options
@@ -29,14 +30,20 @@ def listed(to: Servers | None) -> list[str | Engine]:
     if to is None:
         return []
     items: Iterable[object] = [to]
-    if isinstance(to, Iterable) and not isinstance(to, str) and missing_methods(to):
+    if isinstance(to, Iterable) and not isinstance(to, str | Mapping) and missing_methods(to):
         items = to
     servers = [_server(item) for item in items]
     if not servers:
         raise UsageError("give at least one server")
     known: dict[int, str] = {}
+    urls: set[str] = set()
     for number, server in enumerate(servers):
-        if isinstance(server, Engine):
+        if isinstance(server, str):
+            url = normalize_url(server)
+            if url in urls:
+                raise UsageError(f"{hide_user(url)} is given twice: give each server once")
+            urls.add(url)
+        else:
             name = server.name or name_of(server.target)
             if id(server.target) in known:
                 raise UsageError(f"{name} is given twice: give each engine once")

@@ -100,7 +100,7 @@ URL = "http://127.0.0.1:9"
         (["nobody://x", "--to", URL], 1, "no source is registered for nobody://"),
         (["CHECKPOINT"], 2, "Missing option '--to' (see streamer push --help)"),
         (["CHECKPOINT", "--to", "ftp://host"], 2, "not a server URL: ftp://host"),
-        (["CHECKPOINT", "--to", URL, "--to", URL], 2, "each one once"),
+        (["CHECKPOINT", "--to", URL, "--to", URL], 2, "is given twice: give each server once"),
         (["CHECKPOINT", "--to", URL, "--buffer-size", "64M"], 2, "'64M' is not a size"),
         (["CHECKPOINT", "--to", URL, "--num-buffers", "0"], 2, "--num-buffers"),
         (["CHECKPOINT", "--to", URL, "--pause", "maybe"], 2, "--pause"),

@@ -337,7 +337,7 @@ def test_a_device_that_no_engine_has(make_engine, device):
         streamer.connect(Engine(make_engine(), device=device))
 
 
-@pytest.mark.parametrize("to", [object(), [object()], 3, Engine(None)])
+@pytest.mark.parametrize("to", [object(), [object()], 3, Engine(None), {"url": "http://x"}])
 def test_what_is_no_server(to):
     with pytest.raises(UsageError, match=r"is no server.*it has no init_weight_transfer_engine"):
         streamer.push({}, to=to)

@@ -19,6 +19,7 @@ from streamer import (
     UsageError,
     network,
 )
+from streamer.drivers.mark import INCOMPLETE
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -48,9 +49,31 @@ def test_specs_that_cannot_be_planned(session, server, make_source, what):
             raise KeyError("index")
 
         source.specs = specs
-    with pytest.raises(StreamerError):
+    with pytest.raises(SourceError if what == "empty" else StreamerError):
         one.push(source)
     assert not [call for call in server.calls if call.startswith("POST")]
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (5, "a weight version is a text, not 5"),
+        ("", "the weight version is empty: give a name, or none, and one is made up"),
+        (
+            f"{INCOMPLETE}x",
+            "a weight version must not start with 'streamer-incomplete:', which marks failures",
+        ),
+    ],
+)
+def test_what_is_no_weight_version(free_port, version, said):
+    with pytest.raises(UsageError) as caught:
+        streamer.push(weights(1), f"http://127.0.0.1:{free_port()}", weight_version=version)
+    assert str(caught.value) == said
+
+
+def test_one_server_twice():
+    with pytest.raises(UsageError, match=r"^http://…@a:1 is given twice: give each server once$"):
+        streamer.connect(["http://me:secret@a:1", "http://b:1", "me:secret@a:1/v1"])
 
 
 def test_options_are_checked_before_anything_is_asked(free_port):
