@@ -106,8 +106,8 @@ class Session:
     def _run(self, source: object, weight_version: str | None, force: bool) -> Report:
         self._clock.start()
         self._interrupts.requested = False
-        watch = Stopwatch()
         trace = self._options.trace
+        watch = Stopwatch(trace)
         opened: WeightSource | None = None
         try:
             with announced(source), trace.span("open source"):

@@ -55,7 +55,7 @@ class Sync:
             version = f"streamer-{uuid.uuid4().hex[:12]}"
         elif weight_version is None and not force and fleet.serves(version):
             watch.lap("connect")
-            return make_report(None, version, watch, 0.0, self._servers(proven=False))
+            return make_report(None, version, watch, 0.0, self._servers(sent=False))
         for driver in fleet.drivers:
             driver.check(self._plan)
         if not joined:
@@ -77,8 +77,8 @@ class Sync:
                 if told is not error:
                     raise told from error
                 raise
-        watch.lap("finish")
-        return make_report(plan, version, watch, fleet.verify_seconds, self._servers(proven=True))
+        watch.lap("finish", verify_seconds=fleet.verify_seconds)
+        return make_report(plan, version, watch, fleet.verify_seconds, self._servers(sent=True))
 
     def _update(self, source: WeightSource, version: str) -> None:
         fleet, plan, leader = self._fleet, self._plan, self._leader
@@ -105,13 +105,14 @@ class Sync:
                 source=source,
             )
 
-    def _servers(self, *, proven: bool) -> list[ServerReport]:
+    def _servers(self, *, sent: bool) -> list[ServerReport]:
         return [
             ServerReport(
                 server.url,
                 server.world_size,
                 server.version,
-                driver.verified if proven else None,
+                driver.verified if sent else None,
+                sent and driver.paused,
             )
             for driver, server in zip(self._fleet.drivers, self._fleet.servers, strict=True)
         ]

@@ -30,7 +30,8 @@ def check_writable(path: Path, option: str) -> None:
 
 @contextlib.contextmanager
 def tracing(path: Path | None) -> Iterator[Trace]:
-    """A trace of the block, written to ``path`` at its end, also where the block fails.
+    """A trace of the block, written to ``path`` at its end, also where the block fails, unless it
+    has recorded nothing by then: what may be in the file is kept.
 
     Raises `StreamerError` if it cannot be written, but not over an error of the block.
     """
@@ -44,10 +45,11 @@ def tracing(path: Path | None) -> Iterator[Trace]:
     try:
         yield trace
     except BaseException:
-        try:
-            trace.write(path)
-        except StreamerError as error:
-            log.warning("%s", error)
+        if not trace.empty:
+            try:
+                trace.write(path)
+            except StreamerError as error:
+                log.warning("%s", error)
         raise
     try:
         trace.write(path)

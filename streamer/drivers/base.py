@@ -57,6 +57,8 @@ class Driver(Protocol):
     url: str
     verified: str | None
     """How the arrival of the last sync was proven: see `streamer.report.ServerReport`."""
+    paused: bool
+    """Its user had paused it when the last sync began, which left it so."""
 
     @property
     def verify_seconds(self) -> float:

@@ -22,7 +22,7 @@ from streamer.registry import Registry
 
 SUMMARY = re.compile(
     r"pushed 4 tensors, 2\.15 kB, to (\d) workers? of (\d) servers? in \d+\.\d\d s "
-    r"\(open \d.*, connect \d.*, update \d.* at \d+\.\d\d GB/s, finish \d.*\); "
+    r"\(open \d.*, connect \d.*, update \d.* at \d[\d.]* (?:bytes|kB|MB)/s, finish \d.*\); "
     r"weight version (\S+)\n"
 )
 
@@ -37,6 +37,24 @@ def test_in_a_pipe_it_is_quiet_and_says_one_line(
     assert match.groups() == ("2", "1", server.weight_version)
     assert server.holds(tensors)
     assert not server.paused
+
+
+def test_a_server_that_its_user_has_paused_stays_so_and_is_named(
+    run: Callable[..., Any], server: Any, other_server: Any, checkpoint: Path
+) -> None:
+    server.post("/pause?mode=keep")
+    to = ("--to", server.url, "--to", other_server.url)
+    ended = run("push", checkpoint, *to, "--json")
+    assert ended.code == 0
+    assert ended.stderr == (
+        f"streamer: warning: {server.url} was paused before, and still is: POST /resume to it\n"
+    )
+    assert [item["paused"] for item in json.loads(ended.stdout)["servers"]] == [True, False]
+    assert (server.paused, other_server.paused) == (True, False)
+    # Who pauses by himself knows.
+    assert run("push", checkpoint, *to, "--pause", "none").stderr == ""
+    server.post("/resume")
+    assert run("push", checkpoint, *to).stderr == ""
 
 
 def test_json_is_the_report_of_all_servers(
