@@ -22,6 +22,8 @@ def check_writable(path: Path, option: str) -> None:
 
     For before the work: an hour later nobody wants to hear it.
     """
+    if path == Path():
+        raise UsageError(f"{option}: give the name of a file")
     try:
         path.open("ab").close()
     except OSError as error:

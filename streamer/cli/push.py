@@ -12,11 +12,11 @@ from streamer.cli._files import tracing
 from streamer.cli._headers import make_headers
 from streamer.cli._output import one_line, print_json
 from streamer.cli._progress import push_progress
-from streamer.cli._sizes import count, format_size, parse_size
 from streamer.cli._source import opened
 from streamer.cli._torch import import_torch
 from streamer.defaults import Backend, PauseMode
 from streamer.report import Report
+from streamer.sizes import count, format_size, parse_size
 from streamer.timeouts import Timeouts
 from streamer.trace import PHASES
 

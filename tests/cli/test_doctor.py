@@ -23,6 +23,7 @@ from streamer.defaults import DEFAULT_THREADS
 from streamer.doctor import here, weights
 from streamer.doctor.server import _POSTS
 from streamer.drivers.mark import INCOMPLETE
+from streamer.sizes import format_size
 from streamer.transport import _libnccl
 
 pytestmark = pytest.mark.timeout(60)
@@ -115,8 +116,8 @@ def test_a_server_that_is_fine(findings: Callable[..., Any], server: Any, checkp
     assert found["world size"]["text"] == "2, and 3 ranks with this one"
     assert found["backend"]["text"] == "streamer on cpu (our own)"
     assert f"torch {torch.__version__}" in found["settings there"]["text"]
-    assert found["source"]["text"] == "4 tensors, 0.00 MB"
-    assert "bfloat16, float16, float32, int64 in 1 chunks" in found["names and dtypes"]["text"]
+    assert found["source"]["text"] == "4 tensors, 2.15 kB"
+    assert "bfloat16, float16, float32, int64 in 1 chunk" in found["names and dtypes"]["text"]
     assert found["reachable"]["server"] == server.url
     assert found["settings here"]["server"] == ""
 
@@ -594,10 +595,12 @@ def test_memory_that_is_short(
     status: str,
 ) -> None:
     monkeypatch.setattr(weights, "free_host_memory", lambda: free)
-    found = findings("--to", stub.url, "--buffer-size", 2000, "--num-buffers", 3)["staging memory"]
+    found = findings("--to", stub.url, "--buffer-size", "2000B", "--num-buffers", 3)[
+        "staging memory"
+    ]
     assert found["status"] == status
     if status != "ok":
-        check(found, status, "0.01 MB of", "give a smaller --buffer-size or --num-buffers")
+        check(found, status, "6.00 kB of", "give a smaller --buffer-size or --num-buffers")
 
 
 def test_memory_of_a_gpu_and_pinned(
@@ -605,11 +608,9 @@ def test_memory_of_a_gpu_and_pinned(
 ) -> None:
     stub.device = "cuda"
     found = findings("--to", stub.url, "--device", "cuda:1", "--buffer-size", "90GiB")
-    check(
-        found["staging memory"], "fail", "193.27 GB of 149.25 GB that are free on cuda:1", "small"
-    )
+    check(found["staging memory"], "fail", "193 GB of 149 GB that are free on cuda:1", "small")
     ring = max(RING_SIZE, (DEFAULT_THREADS + 1) * SLOT_SIZE)
-    assert found["pinned memory"]["text"].startswith(f"{ring / 1e9:.2f} GB of ")
+    assert found["pinned memory"]["text"].startswith(f"{format_size(ring)} of ")
 
 
 def test_the_memory_that_is_left_is_found() -> None:

@@ -347,12 +347,13 @@ def test_a_push_that_is_told_to_end_does(
     start: Callable[..., subprocess.Popen[str]], install: Callable[[str, str], str]
 ) -> None:
     path = install("slow_plugin", SLOW)
-    interrupted, terminated = (
-        start("push", "slow://x", "--to", URL, PYTHONPATH=path) for _ in range(2)
+    interrupted, terminated, hung_up = (
+        start("push", "slow://x", "--to", URL, PYTHONPATH=path) for _ in range(3)
     )
     for process, number, code, says in (
         (interrupted, signal.SIGINT, 130, "streamer: interrupted\n"),
-        (terminated, signal.SIGTERM, 143, ""),
+        (terminated, signal.SIGTERM, 143, "streamer: terminated\n"),
+        (hung_up, signal.SIGHUP, 129, "streamer: terminated\n"),
     ):
         assert process.stdout is not None
         assert process.stdout.readline() == "opening\n"
