@@ -17,7 +17,7 @@ from typing import Unpack
 
 from streamer.announce import announced
 from streamer.drivers.base import ServerInfo
-from streamer.drivers.factory import Servers, listed
+from streamer.drivers.factory import Servers, listed, refuse_one_twice
 from streamer.drivers.mark import check_weight_version
 from streamer.events import Event, SyncFailed, SyncFinished
 from streamer.exceptions import PushCancelled, SourceError, StreamerError, UsageError
@@ -181,6 +181,7 @@ class Session:
             self._fleet.refuse_on_own_loop()
             self._interrupts.requested = False
             self._fleet.probe()
+            refuse_one_twice(self._fleet.servers)
             self._interrupts.check_request()
             self._fleet.join()
 

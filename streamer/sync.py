@@ -6,6 +6,7 @@ import contextlib
 import uuid
 from collections.abc import Callable
 
+from streamer.drivers.factory import refuse_one_twice
 from streamer.drivers.mark import check_weight_version
 from streamer.events import ChunkSent, Event, SyncStarted
 from streamer.fleet import Fleet
@@ -49,6 +50,7 @@ class Sync:
         if not joined:
             interrupts.check_request()
             fleet.probe()
+            refuse_one_twice(fleet.servers)
         version = weight_version or version_of(source)
         check_weight_version(version)
         if version is None:

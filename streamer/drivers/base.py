@@ -30,6 +30,8 @@ class ServerInfo:
     gpus: tuple[str, ...] = ()
     towards: str | None = None
     """This host's address as its workers reach it, where no connection to ``url`` can tell."""
+    instance: str = ""
+    """What it calls itself and, but for an accident, no other server; empty if it does not tell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -561,6 +561,16 @@ def test_a_source_that_cannot_be_read(
     check(found, "fail", "model.safetensors", "correct SOURCE, or repair")
 
 
+@pytest.mark.parametrize(
+    "option", [("--select", "nope"), ("--rename", "zzz=y"), ("--option", "nope=1")]
+)
+def test_an_option_that_does_not_fit_the_source_is_to_be_corrected_itself(
+    findings: Callable[..., Any], stub: Stub, checkpoint: Path, option: tuple[str, str]
+) -> None:
+    found = findings(checkpoint, "--to", stub.url, *option)["source"]
+    check(found, "fail", "", "correct that option")
+
+
 def test_a_source_is_looked_at_without_a_server(
     findings: Callable[..., Any], checkpoint: Path, free_port: Callable[[], int]
 ) -> None:
