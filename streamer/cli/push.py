@@ -115,7 +115,7 @@ def push(
                 report = session.push(weights, weight_version=weight_version, force=force)
         report = _with_opening(report, opening)
         for server in report.servers:
-            if server.paused and pause is not o.PauseMode.none:
+            if server.paused and pause is not PauseMode.none:
                 log.warning("%s was paused before, and still is: POST /resume to it", server.url)
         if json:
             print_json(report.as_json())
