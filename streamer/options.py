@@ -132,7 +132,10 @@ def _device(device: str | torch.device | None) -> torch.device | None:
         if parsed.type == "cuda" and parsed.index is None:
             return torch.device("cuda", torch.cuda.current_device())
     except (RuntimeError, TypeError, AssertionError) as error:  # the last one without CUDA
-        raise UsageError(f"device {device!r}: {str(error).partition(chr(10))[0]}") from None
+        text = str(error).partition("\n")[0]
+        # Torch lists twenty kinds.
+        text = "torch knows no such device" if text.startswith("Expected one of") else text
+        raise UsageError(f"device {device!r}: {text}; give cuda, or cuda:1") from None
     if parsed.type != "cuda":
         raise UsageError(f"device must be a CUDA device, which sends over NCCL, not {device!r}")
     return parsed
