@@ -60,8 +60,8 @@ def main() -> None:
     # Rank 0 sends. The others gather with it, and contact no server.
     with streamer.connect(arguments.to if rank == 0 else None) as session:
         for step in range(arguments.steps):
-            tokens = torch.randint(0, 1000, (8, 32), device=device)
-            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            tokens = torch.randint(0, 1000, (256,), device=device)
+            loss = nn.functional.cross_entropy(model(tokens), tokens)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

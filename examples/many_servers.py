@@ -17,7 +17,8 @@ import streamer
 
 def show(event: streamer.Event) -> None:
     if isinstance(event, streamer.ChunkSent):
-        print(f"\r{event.bytes / event.total_bytes:4.0%}", end="", file=sys.stderr)
+        last = event.bytes == event.total_bytes
+        print(f"\r{event.bytes / event.total_bytes:4.0%}", end="\n" * last, file=sys.stderr)
 
 
 def main() -> None:

@@ -23,7 +23,8 @@ Written by `python scripts/cli_reference.py`. `streamer COMMAND --help` shows th
 """
 TAIL = """## How a command ends
 
-Exit code 0: done. 1: an error. 2: wrong usage. 130: Ctrl-C. 143: SIGTERM. An error is one line on
+Exit code 0: done. 1: an error. 2: wrong usage. 129: SIGHUP (the terminal is gone). 130: Ctrl-C.
+141: nobody reads the output any more, as in a pipe to `head`. 143: SIGTERM. An error is one line on
 stderr, and one more for each thing that went wrong while it was tidied up. Where all is done but
 the timeline of `--trace` cannot be written, the report is printed, the error says so, and the exit
 code is 1. What a command prints goes to stdout; in a pipe it has no colours, frames or progress,

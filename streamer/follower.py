@@ -98,6 +98,7 @@ class Follower:
             with noted(error):
                 self.fail(error)
             raise
+        self._clock.check()  # the whole push may have had less time than this step
         raise RankError(
             f"rank 0 did not come within {patience:g} s: every rank of the process group must push "
             "the same source at the same time",

@@ -15,18 +15,26 @@ if TYPE_CHECKING:
 
 
 class Terminated(KeyboardInterrupt):
-    """What SIGTERM raises in the command line: no `SystemExit`, which plugins may raise too."""
+    """What SIGTERM and SIGHUP raise in the command line: no `SystemExit`, which plugins may raise
+    too. ``number`` is the signal's."""
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        super().__init__()
+        self.number = number
 
 
 def terminate(number: int, frame: FrameType | None) -> None:
-    """The command line's handler of SIGTERM, which is held back as the default one is."""
-    raise Terminated
+    """The command line's handler of them, which is held back as the default one is."""
+    raise Terminated(number)
 
 
 _HELD = {
     signal.SIGINT: (signal.default_int_handler,),
     signal.SIGTERM: (signal.SIG_DFL, terminate),
+    signal.SIGHUP: (signal.SIG_DFL, terminate),  # the terminal, or its connection, is gone
 }
+ENDS = tuple(_HELD)
+"""The signals that end a push, once no server is left in the middle of an update."""
 
 
 class Interrupts:

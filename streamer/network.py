@@ -62,6 +62,14 @@ def is_here(host: str) -> bool:
     return False
 
 
+def on_one_host(url: str, other: str) -> bool:
+    """Whether the hosts of two URLs can be one: by an address, or because both are here."""
+    host, second = urlsplit(url).hostname or "", urlsplit(other).hostname or ""
+    if host == second or set(resolve(host)) & set(resolve(second)):
+        return True
+    return is_here(host) and is_here(second)
+
+
 def _local_address(url: str) -> str:
     parts = urlsplit(url)
     try:

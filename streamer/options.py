@@ -17,6 +17,7 @@ from streamer.defaults import (
 )
 from streamer.events import Event
 from streamer.exceptions import UsageError
+from streamer.hints import unknown_options
 from streamer.timeouts import Timeouts
 from streamer.trace import Trace
 
@@ -84,7 +85,7 @@ class Options:
         """From what a caller gave. Raises `UsageError` for what cannot be right."""
         unknown = set(options) - set(cls.__dataclass_fields__)
         if unknown:
-            raise UsageError(f"there is no option {', '.join(sorted(unknown))}")
+            raise UsageError(unknown_options(unknown, list(cls.__dataclass_fields__)))
         return cls(**{**options, "device": _device(options.get("device"))})
 
     def __post_init__(self) -> None:
@@ -100,7 +101,7 @@ class Options:
         if self.on_event is not None and not callable(self.on_event):
             raise UsageError(f"on_event must be callable, not {self.on_event!r:.100}")
         if not all(isinstance(text, str) for pair in self.headers.items() for text in pair):
-            raise UsageError("headers must be texts by name")
+            raise UsageError('headers must be texts by name, as {"Authorization": "Bearer KEY"}')
         if self.port not in range(1 << 16):
             raise UsageError(f"port must be a number from 0 to 65535, not {self.port}")
 
@@ -131,7 +132,10 @@ def _device(device: str | torch.device | None) -> torch.device | None:
         if parsed.type == "cuda" and parsed.index is None:
             return torch.device("cuda", torch.cuda.current_device())
     except (RuntimeError, TypeError, AssertionError) as error:  # the last one without CUDA
-        raise UsageError(f"device {device!r}: {str(error).partition(chr(10))[0]}") from None
+        text = str(error).partition("\n")[0]
+        # Torch lists twenty kinds.
+        text = "torch knows no such device" if text.startswith("Expected one of") else text
+        raise UsageError(f"device {device!r}: {text}; give cuda, or cuda:1") from None
     if parsed.type != "cuda":
         raise UsageError(f"device must be a CUDA device, which sends over NCCL, not {device!r}")
     return parsed

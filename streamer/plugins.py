@@ -129,7 +129,8 @@ def ask(
         taken = entries.get(scheme) or others.get(scheme)
         if taken:
             raise PluginError(
-                f"scheme {scheme}:// is taken by plugin {taken.plugin} ({taken.distribution})"
+                f"scheme {scheme}:// is taken by plugin {taken.plugin} ({taken.distribution}): "
+                "choose another one, or uninstall that plugin"
             )
         entries[scheme] = SourceEntry(scheme, factory, accepts, summary, name, distribution)
 

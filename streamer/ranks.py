@@ -218,6 +218,7 @@ class Leader:
         if failed:
             raise told(failed[0])
         if missing:
+            self._clock.check()  # the whole push may have had less time than this step
             raise RankError(
                 f"rank {', '.join(map(str, missing))} did not come within {patience:g} s: every "
                 "rank of the process group must push the same source at the same time",

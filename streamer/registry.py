@@ -20,6 +20,8 @@ from streamer.source import WeightSource
 ENTRY_POINT_GROUP = "streamer"
 IN_PROCESS = "in-process"
 PATH_SCHEME = "safetensors"
+_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+"""What could be the name of a model there."""
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
@@ -140,9 +142,10 @@ class Registry:
             except OSError as error:  # too long, or in a folder that may not be looked into
                 raise SourceError(f"not a usable path: {source}: {error.strerror}") from error
             if absent:
+                hub = _HUB.fullmatch(str(source)) is not None and "hf" in self.entries
+                remedy = f"on the Hub it is hf://{source}" if hub else "see: streamer sources"
                 raise SourceError(
-                    f"no such file or folder: {path} (a path, or scheme://... with one of "
-                    f"{', '.join(sorted(self.entries))})"
+                    f"no such file or folder: {path} (give a path, or scheme://...; {remedy})"
                 )
             return self._by_scheme(PATH_SCHEME), str(path)
         return self._claimed(source), source
@@ -162,14 +165,15 @@ class Registry:
         claims = [entry for entry in claims if not entry.built_in] or claims
         if len(claims) == 1:
             return claims[0]
-        kind = f"{type(source).__module__}.{type(source).__qualname__}"
+        kind = _kind(source)
         if not claims:
+            what = "an instance of it" if inspect.isclass(source) else "a module, a state dict"
             raise SourceError(
-                f"no source accepts a {kind}; pass a path, a URI, a WeightSource, or choose one "
-                f"with scheme= ({', '.join(sorted(self.entries))})"
+                f"no source accepts {kind}; pass {what}, a path, a URI, a WeightSource, or choose "
+                f"one with scheme= ({', '.join(sorted(self.entries))})"
             )
         names = " and ".join(f"{entry.scheme} ({entry.distribution})" for entry in claims)
-        raise PluginError(f"{names} both accept a {kind}: choose one with scheme=")
+        raise PluginError(f"{names} both accept {kind}: choose one with scheme=")
 
     def _add_or_set_aside(self, plugin: object, name: str, distribution: str) -> None:
         try:
@@ -182,6 +186,17 @@ class Registry:
         if not isinstance(error, PluginError):
             text = f"{type(error).__name__}: {one_line(error)}"
         self.broken.append(BrokenPlugin(name, distribution, text))
+
+
+def _kind(source: object) -> str:
+    """What a user would call it: ``a torch.optim.sgd.SGD``, ``None``, ``the class Raw``."""
+    if source is None:
+        return "None"
+    if inspect.isclass(source):
+        return f"the class {source.__qualname__}"
+    module, name = type(source).__module__, type(source).__qualname__
+    full = name if module == "builtins" else f"{module}.{name}"
+    return f"{'an' if full[0] in 'aeiou' else 'a'} {full}"
 
 
 def _distribution(point: importlib.metadata.EntryPoint) -> str:

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from streamer.trace import PHASES
+
 if TYPE_CHECKING:
     from streamer.plan import Plan
+    from streamer.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +41,15 @@ class ServerReport:
     ``verified``: how the arrival was proven, None if that was not asked. ``digest``: every worker
     has received exactly what was sent. ``changed``: the checksums of a server that cannot tell more
     are others than before. ``not proven``: they are the same, which they also are if the same
-    weights were sent.
+    weights were sent. ``paused``: its user had paused it before the sync, and it still is: it
+    answers no request until it is resumed.
     """
 
     url: str
     world_size: int
     version: str
     verified: str | None = None
+    paused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +82,20 @@ class Report:
 
 
 class Stopwatch:
-    """Times the phases of a sync, one after the other, from the moment that it is made."""
+    """Times the phases of a sync, one after the other, from the moment that it is made.
 
-    def __init__(self) -> None:
-        self._started = self._last = time.monotonic()
+    Each is a span of ``trace``.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._started = self._last = time.perf_counter()
         self._laps = {"open": 0.0, "connect": 0.0, "update": 0.0, "finish": 0.0}
 
-    def lap(self, phase: str) -> None:
-        """``phase``, a field of `Seconds`, ends now."""
-        now = time.monotonic()
+    def lap(self, phase: str, **details: float) -> None:
+        """``phase``, a field of `Seconds`, ends now. ``details`` go with its span."""
+        now = time.perf_counter()
+        self._trace.add(phase, self._last, row=PHASES, **details)
         self._laps[phase] = now - self._last
         self._last = now
 

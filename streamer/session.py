@@ -18,10 +18,16 @@ from typing import Unpack
 from streamer.announce import announced
 from streamer.drivers.base import ServerInfo
 from streamer.drivers.engine import Engine
-from streamer.drivers.factory import Servers, listed, make_driver, refuse_on_own_loop
+from streamer.drivers.factory import (
+    Servers,
+    listed,
+    make_driver,
+    refuse_on_own_loop,
+    refuse_one_twice,
+)
 from streamer.drivers.mark import check_weight_version
 from streamer.events import Event, SyncFailed, SyncFinished
-from streamer.exceptions import PushCancelled, StreamerError, UsageError
+from streamer.exceptions import PushCancelled, SourceError, StreamerError, UsageError
 from streamer.fleet import Fleet
 from streamer.follower import follow
 from streamer.held import Held
@@ -110,8 +116,8 @@ class Session:
     def _run(self, source: object, weight_version: str | None, force: bool) -> Report:
         self._clock.start()
         self._interrupts.requested = False
-        watch = Stopwatch()
         trace = self._options.trace
+        watch = Stopwatch(trace)
         opened: WeightSource | None = None
         try:
             with announced(source), trace.span("open source"):
@@ -127,7 +133,7 @@ class Session:
             self._tell(SyncFinished(report))
             return report
         except BaseException as error:
-            told = self._interrupts.told(error)
+            told = self._interrupts.told(self._clock.told(error))
             self._tell(SyncFailed(told))
             if told is not error:
                 raise told from error
@@ -171,7 +177,7 @@ class Session:
             raise UsageError("this process sends, and needs a server: give its URL, not None")
         specs = specs_of(source)
         if not specs:
-            raise StreamerError("the source has no tensors: nothing to send")
+            raise SourceError("the source has no tensors: nothing to send")
         if self._kept is None or self._kept.specs != specs:
             self._kept = make_plan(
                 specs, packed=self._options.packed, buffer_size=self._options.buffer_size
@@ -185,6 +191,7 @@ class Session:
             refuse_on_own_loop(self._engines)
             self._interrupts.requested = False
             self._fleet.probe()
+            refuse_one_twice(self._fleet.servers)
             self._interrupts.check_request()
             self._fleet.join()
 

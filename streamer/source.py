@@ -232,7 +232,8 @@ def checked(source: WeightSource, specs: Sequence[TensorSpec]) -> Generator[Payl
         name, payload = pair
         if name != spec.name:
             raise SpecMismatch(
-                f"tensor {index}: specs() says {spec.name}, the iterator gave {name}"
+                f"tensor {index}: specs() says {spec.name}, the iterator gave {name}: give the "
+                "names of specs(), in their order"
             )
         if isinstance(payload, torch.Tensor):
             check_sendable(f"tensor {index} ({name})", payload)

@@ -6,6 +6,7 @@ import contextlib
 import uuid
 from collections.abc import Callable
 
+from streamer.drivers.factory import refuse_one_twice
 from streamer.drivers.mark import check_weight_version
 from streamer.events import ChunkSent, Event, SyncStarted
 from streamer.fleet import Fleet
@@ -49,13 +50,14 @@ class Sync:
         if not joined:
             interrupts.check_request()
             fleet.probe()
+            refuse_one_twice(fleet.servers)
         version = weight_version or version_of(source)
         check_weight_version(version)
         if version is None:
             version = f"streamer-{uuid.uuid4().hex[:12]}"
         elif weight_version is None and not force and fleet.serves(version):
             watch.lap("connect")
-            return make_report(None, version, watch, 0.0, self._servers(proven=False))
+            return make_report(None, version, watch, 0.0, self._servers(sent=False))
         for driver in fleet.drivers:
             driver.check(self._plan)
         if not joined:
@@ -72,11 +74,14 @@ class Sync:
                 sent = fleet.group.sent if fleet.group is not None else None
                 fleet.each(lambda driver: driver.commit(version, sent), to_the_end=True)
             except BaseException as error:
-                self._leader.fail(error)
-                fleet.give_up(error)
+                told = self._clock.told(error)
+                self._leader.fail(told)
+                fleet.give_up(told)
+                if told is not error:
+                    raise told from error
                 raise
-        watch.lap("finish")
-        return make_report(plan, version, watch, fleet.verify_seconds, self._servers(proven=True))
+        watch.lap("finish", verify_seconds=fleet.verify_seconds)
+        return make_report(plan, version, watch, fleet.verify_seconds, self._servers(sent=True))
 
     def _update(self, source: WeightSource, version: str) -> None:
         fleet, plan, leader = self._fleet, self._plan, self._leader
@@ -103,13 +108,14 @@ class Sync:
                 source=source,
             )
 
-    def _servers(self, *, proven: bool) -> list[ServerReport]:
+    def _servers(self, *, sent: bool) -> list[ServerReport]:
         return [
             ServerReport(
                 server.url,
                 server.world_size,
                 server.version,
-                driver.verified if proven else None,
+                driver.verified if sent else None,
+                sent and driver.paused,
             )
             for driver, server in zip(self._fleet.drivers, self._fleet.servers, strict=True)
         ]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from streamer.exceptions import DeadlineExceeded, UsageError
 
+_SLACK = 0.01
+"""Seconds by which what waits may count less than we do."""
 LONGEST = 10**6
 """Some waits count milliseconds in 32 bits: more than 24 days may be for ever."""
 
@@ -41,10 +43,11 @@ class Clock:
     def __init__(self, timeouts: Timeouts) -> None:
         self.timeouts = timeouts
         self._started: float | None = None
+        self._cut = False
 
     def start(self) -> None:
         """A push begins."""
-        self._started = time.monotonic()
+        self._started, self._cut = time.monotonic(), False
 
     def stop(self) -> None:
         """It is over: what follows is not held against its ``total``."""
@@ -65,10 +68,40 @@ class Clock:
         self._limit(self.timeouts.progress)
 
     def _limit(self, seconds: float) -> float:
-        total = self.timeouts.total
-        if total is None or self._started is None:
+        left = self._left()
+        if left is None:
             return seconds
-        left = total - (time.monotonic() - self._started)
         if left <= 0:
-            raise DeadlineExceeded(f"the push took longer than its limit of {total:g} s")
+            raise self._exceeded()
+        self._cut = self._cut or left < seconds
         return min(seconds, left)
+
+    def told(self, error: BaseException) -> BaseException:
+        """``error``, or what it means if the push had no more time: that, and not who was waited
+        for when it ran out. For where an error is seen first, before anything is tidied up.
+        """
+        left = self._left()
+        over = left is not None and left < _SLACK and self._cut
+        if not over or not isinstance(error, DeadlineExceeded):
+            return error
+        told = self._exceeded()
+        if error.args == told.args:
+            return error
+        told.held, told.__cause__ = error.held, error
+        for note in getattr(error, "__notes__", ()):
+            told.add_note(note)
+        return told
+
+    def _left(self) -> float | None:
+        """Seconds until the limit of the whole push, if there is one."""
+        if self.timeouts.total is None or self._started is None:
+            return None
+        return self._started + self.timeouts.total - time.monotonic()
+
+    def _exceeded(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"the push took longer than its limit of {self.timeouts.total:g} s")
+
+
+def seconds(value: float) -> str:
+    """A time for a message, in two digits or whole: ``0.0013``, ``2.5``, ``600``."""
+    return f"{value:.2g}" if value < 10 else f"{value:.0f}"

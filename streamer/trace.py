@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -17,11 +18,15 @@ if TYPE_CHECKING:
     import torch
 
 
+PHASES = "phases"
+"""The row of what a `streamer.report.Seconds` counts, one after the other."""
+
+
 class Trace:
     """Records spans while ``enabled``; otherwise costs next to nothing.
 
-    Host spans are rows of the thread they ran on. Device spans lie between two points of a CUDA
-    stream, on a row with the stream's name.
+    Host spans are rows of the thread they ran on, but for the phases, which have a row of their
+    own. Device spans lie between two points of a CUDA stream, on a row with the stream's name.
     """
 
     def __init__(self, enabled: bool = True) -> None:
@@ -40,9 +45,20 @@ class Trace:
         try:
             yield
         finally:
+            self.add(name, started, **details)
+
+    def add(self, name: str, started: float, *, row: str | None = None, **details: Any) -> None:
+        """A span that ends now, from when `time.perf_counter` said ``started``: of this thread, or
+        on ``row``."""
+        if self.enabled:
             ended = time.perf_counter()
-            row = threading.current_thread().name
+            row = row or threading.current_thread().name
             self._add(name, row, started * 1e6, (ended - started) * 1e6, details)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was recorded so far."""
+        return not self._events and not self._device
 
     @contextlib.contextmanager
     def device_span(self, name: str, row: str) -> Iterator[None]:
@@ -83,20 +99,24 @@ class Trace:
             start = at + base.elapsed_time(begin) * 1e3
             self._add(name, row, start, begin.elapsed_time(end) * 1e3, {})
         self._device.clear()
-        threads = dict.fromkeys(event["tid"] for event in self._events)
-        rows = {row: number for number, row in enumerate(threads, start=1)}
+        found = sorted({event["tid"] for event in self._events}, key=_place)
+        rows = {row: number for number, row in enumerate(found, start=1)}
         events = [{**event, "tid": rows[event["tid"]]} for event in self._events]
-        names = [
-            {
-                "name": "thread_name",
-                "ph": "M",
-                "pid": os.getpid(),
-                "tid": tid,
-                "args": {"name": row},
-            }
-            for row, tid in rows.items()
-        ]
+        names = [_metadata("process_name", 0, name="streamer")]
+        for row, tid in rows.items():
+            names.append(_metadata("thread_name", tid, name=row))
+            names.append(_metadata("thread_sort_index", tid, sort_index=tid))
         try:
             Path(path).write_text(json.dumps({"traceEvents": [*names, *events]}))
         except OSError as error:
             raise StreamerError(f"cannot write the timeline {path}: {error.strerror}") from error
+
+
+def _metadata(kind: str, tid: int, **args: object) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": os.getpid(), "tid": tid, "args": args}
+
+
+def _place(row: str) -> tuple[bool, bool, list[tuple[str, int]]]:
+    """The phases, then the main thread, then the others by name and number."""
+    parts = re.findall(r"(\D*)(\d*)", row)
+    return row != PHASES, row != "MainThread", [(text, int(digits or 0)) for text, digits in parts]

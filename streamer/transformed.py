@@ -90,7 +90,10 @@ class Transformed(WeightSource):
             for output in self._rule(spec):
                 name = output.spec.name
                 if name in made:
-                    raise UsageError(f"{made[name]} and {spec.name} would both be called {name}")
+                    raise UsageError(
+                        f"{made[name]} and {spec.name} would both be called {name}: rename one "
+                        "otherwise, or exclude it"
+                    )
                 made[name] = spec.name
                 specs.append(output.spec)
         return specs

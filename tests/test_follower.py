@@ -9,7 +9,7 @@ import torch
 from torch.distributed import HashStore
 
 from kit_sources import Shards
-from streamer import RankError, TensorSpec, Timeouts
+from streamer import DeadlineExceeded, RankError, TensorSpec, Timeouts
 from streamer.exceptions import PushCancelled
 from streamer.follower import follow
 from streamer.plan import make_plan
@@ -97,3 +97,17 @@ def test_a_rank_that_has_waited_in_vain_comes_again(ranks):
     lead(zero)
     thread.join(5)
     assert not failures
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_push_without_time_to_wait_for_the_other_rank_says_so(ranks, rank):
+    """It did not wait for as long as it may for any rank to come."""
+    short = Clock(Timeouts(5, 5, total=0.2))
+    short.start()
+
+    def lead():
+        with Leader(ranks[0], short) as leader:
+            leader.begin(make_plan(SPECS))
+
+    with pytest.raises(DeadlineExceeded, match=r"^the push took longer than its limit of 0\.2 s$"):
+        follow(ranks[1], short, lambda: None) if rank == 1 else lead()

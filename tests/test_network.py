@@ -25,6 +25,15 @@ def test_what_is_here_and_what_is_not():
     assert not network.is_here("")
 
 
+def test_what_is_on_one_host(monkeypatch):
+    here = "http://127.0.0.1:1"
+    assert network.on_one_host(here, "http://localhost:2")
+    assert network.on_one_host("http://x.invalid:1", "http://x.invalid:2")
+    assert not network.on_one_host(here, "http://192.0.2.1:1")
+    monkeypatch.setattr(network, "is_here", lambda host: True)
+    assert network.on_one_host(here, "http://192.0.2.1:1")
+
+
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "no-such-host.invalid"])
 def test_an_address_that_leads_nowhere_is_refused_before_anything(server, make_source, address):
     server.heal()

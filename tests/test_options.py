@@ -18,7 +18,7 @@ from streamer.options import Options
         (torch.device("cuda"), "device device(type='cuda'): Torch not compiled with CUDA enabled"),
         (1.5, "device 1.5: "),
         ([], "device []: "),
-        ("gpu", "device 'gpu': "),
+        ("gpu", "device 'gpu': torch knows no such device; give cuda, or cuda:1"),
         ("cpu", "device must be a CUDA device, which sends over NCCL, not 'cpu'"),
     ],
 )

@@ -268,7 +268,9 @@ def test_two_plugins_for_one_scheme(install, load):
     assert found.entries["same"].distribution == "zeta"
     (broken,) = found.broken
     assert (broken.plugin, broken.distribution) == ("bbb", "acme")
-    assert broken.error == "scheme same:// is taken by plugin aaa (zeta)"
+    assert broken.error == (
+        "scheme same:// is taken by plugin aaa (zeta): choose another one, or uninstall that plugin"
+    )
 
 
 def test_two_plugins_of_one_name(install, load):

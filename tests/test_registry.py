@@ -63,7 +63,7 @@ def test_a_path_that_is_not_there_is_named(path):
     with pytest.raises(SourceError) as caught:
         found.open(path)
     assert f"no such file or folder: {path}" in str(caught.value)
-    assert "hub, safetensors" in str(caught.value)
+    assert "(give a path, or scheme://...; see: streamer sources)" in str(caught.value)
 
 
 def test_a_path_that_cannot_be_looked_for_is_named():
@@ -88,8 +88,38 @@ def test_an_object_goes_to_the_source_that_accepts_it():
     assert found.open([1]).rest == [1]
     with pytest.raises(SourceError) as caught:
         found.open(5)
-    assert "no source accepts a builtins.int" in str(caught.value)
+    assert "no source accepts an int; pass a module, a state dict, a path" in str(caught.value)
     assert "dict, list, shy" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (None, "no source accepts None; pass a module, a state dict, a path, "),
+        (Registry, "no source accepts the class Registry; pass an instance of it, a path, "),
+        (Registry(), "no source accepts a streamer.registry.Registry; pass a module, "),
+    ],
+)
+def test_what_no_source_accepts_is_told_with_what_some_do(source, said):
+    with pytest.raises(SourceError) as caught:
+        Registry().open(source)
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("Qwen/Qwen3-0.6B", "on the Hub it is hf://Qwen/Qwen3-0.6B)"),
+        ("/Qwen/Qwen3-0.6B", "see: streamer sources)"),
+        ("no/such/folder", "see: streamer sources)"),
+    ],
+)
+def test_a_name_of_the_hub_is_no_path(path, hint):
+    found = Registry()
+    found.add(plugin_of("hf"))
+    with pytest.raises(SourceError, match="no such file or folder") as caught:
+        found.open(path)
+    assert str(caught.value).endswith(hint)
 
 
 def test_scheme_chooses_by_hand():
@@ -123,8 +153,7 @@ def test_two_third_parties_that_claim_the_same_are_named():
     with pytest.raises(PluginError) as caught:
         found.open([1])
     assert str(caught.value) == (
-        "mine (acme-weights) and yours (zeta-tools) both accept a builtins.list: choose one with "
-        "scheme="
+        "mine (acme-weights) and yours (zeta-tools) both accept a list: choose one with scheme="
     )
     assert found.open([1], scheme="yours").rest == [1]
 

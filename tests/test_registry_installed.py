@@ -55,7 +55,8 @@ BROKEN = {
     ("arguing", "arguing"): "colour",
     ("classy", "classy"): "it is a class: register a module or an instance of it",
     ("importing", "importing"): "ImportError: needs acme>=2 or later",
-    ("same_b", "same_b"): "scheme same:// is taken by plugin same_a (same_a)",
+    ("same_b", "same_b"): "scheme same:// is taken by plugin same_a (same_a): "
+    "choose another one, or uninstall that plugin",
     ("zwice", "twice"): "it is registered already, as twice (twice)",
 }
 

@@ -75,7 +75,11 @@ def test_checked_is_lazy(make_source):
             [("a", A), ("b", B), ("c", C), ("d", A)],
             "the iterator gave d after all 3 tensors of specs()",
         ),
-        ([("a", A), ("c", C), ("b", B)], "tensor 1: specs() says b, the iterator gave c"),
+        (
+            [("a", A), ("c", C), ("b", B)],
+            "tensor 1: specs() says b, the iterator gave c: give the names of specs(), in their "
+            "order",
+        ),
         (
             [("a", A), ("b", B.double())],
             "tensor 1: specs() says b float32[2, 2], the iterator gave b float64[2, 2]",

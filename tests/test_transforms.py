@@ -174,6 +174,9 @@ def test_three_ways_to_rename(make_source: Any, deferred: Any) -> None:
     assert b.parts == []
 
 
+OTHERWISE = ": rename one otherwise, or exclude it"
+
+
 def broken(_: Any) -> Any:
     raise KeyError("no such layer")
 
@@ -181,8 +184,8 @@ def broken(_: Any) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (({"model.a": "model.b"},), "model.a and model.b would both be called model.b"),
-        ((r"\.[ab]", ".c"), "model.a and model.b would both be called model.c"),
+        (({"model.a": "model.b"},), f"model.a and model.b would both be called model.b{OTHERWISE}"),
+        ((r"\.[ab]", ".c"), f"model.a and model.b would both be called model.c{OTHERWISE}"),
         (({"a": "b"},), "rename: the source has no tensor a"),
         (("modle", "x"), "rename: 'modle' is in none of the names, of which model.a is one"),
         (("(", "x"), r"rename: '(' to 'x': missing ), unterminated subpattern at position 0"),

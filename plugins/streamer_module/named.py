@@ -105,7 +105,10 @@ def check_names(names: Iterable[tuple[str, str]]) -> None:
 def check_tensor(name: str, tensor: object) -> None:
     """Raise `SourceError` unless ``tensor`` is plain memory that holds the values themselves."""
     if not isinstance(tensor, torch.Tensor):
-        raise SourceError(f"{name} is a {_kind(tensor)}, not a tensor")
+        # As in a checkpoint of a trainer, which holds a state dict among other things.
+        inside = isinstance(tensor, dict) and any(map(torch.is_tensor, tensor.values()))
+        remedy = f": push what is in it, as checkpoint[{name!r}]" if inside else ": leave it out"
+        raise SourceError(f"{name} is a {_kind(tensor)}, not a tensor{remedy}")
     if hasattr(tensor, "ds_id") and tensor.shape != getattr(tensor, "ds_shape", None):
         raise SourceError(
             f"{name} is partitioned by DeepSpeed ZeRO-3: use ZeRO-2 or FSDP, or gather it, with "

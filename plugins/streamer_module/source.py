@@ -205,7 +205,8 @@ class PairsSource(WeightSource):
         for pair in pairs:
             if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
                 raise SourceError(
-                    f"item {index} is a {type(pair).__name__}, not a pair of name and tensor"
+                    f"item {index} is a {type(pair).__name__}, not a pair of name and tensor: "
+                    "yield (name, tensor)"
                 )
             check_tensor(*pair)
             yield pair

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from streamer.drivers.http import HttpClient
 from streamer.drivers.vllm_info import SERVER_INFO, Setup
+from streamer.interrupts import ENDS
 
 
 def begin_ahead(
@@ -29,7 +30,7 @@ def begin_ahead(
     """
     lock = threading.Lock()
     # The threads inherit this: a signal is the main thread's, which holds it back meanwhile.
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
     try:
         for url in servers:
             client = HttpClient(

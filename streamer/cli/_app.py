@@ -25,8 +25,13 @@ def make_app() -> typer.Typer:
     for module in pkgutil.iter_modules(streamer.cli.__path__):
         if not module.name.startswith("_"):
             command = getattr(importlib.import_module(f"streamer.cli.{module.name}"), module.name)
-            app.command(module.name)(command)
+            app.command(module.name, help=_unwrapped(command.__doc__))(command)
     return app
+
+
+def _unwrapped(text: str) -> str:
+    """``text`` with each paragraph on one line: a terminal has a width of its own."""
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
 
 
 def _print_version(wanted: bool) -> None:

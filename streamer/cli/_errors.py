@@ -1,10 +1,12 @@
 """How a command ends: one line on stderr for an error, one for each note, and the exit code.
 
-0 done, 1 an error, 2 wrong usage, 130 Ctrl-C, 141 nobody reads our output any more.
+0 done, 1 an error, 2 wrong usage, 129 SIGHUP, 130 Ctrl-C, 141 nobody reads our output any more,
+143 SIGTERM.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -38,9 +40,8 @@ class Group(TyperGroup):
         except typer.Exit as end:
             code = end.exit_code
         except Terminated as error:
-            if notes := _notes(error):
-                _say("; ".join(["terminated", *notes]))
-            code = 128 + signal.SIGTERM
+            _say("; ".join(["terminated", *_notes(error)]))
+            code = 128 + error.number
         except (KeyboardInterrupt, typer.Abort) as error:
             _say("; ".join(["interrupted", *_notes(error)]))
             code = 128 + signal.SIGINT
@@ -73,13 +74,25 @@ def _report(error: Exception, debug: bool) -> int:
     if format_message is not None:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "streamer"
-        _say(f"error: {format_message().rstrip('.')} (see {command} --help)")
+        _say(f"error: {_plainly(format_message())} (see {command} --help)")
         return int(getattr(error, "exit_code", 2))
     ours = isinstance(error, StreamerError)
     _say(f"error: {error}" if ours else f"error: {type(error).__name__}: {error}")
     for note in _notes(error):
         _say(note)
     return 2 if isinstance(error, UsageError) else 1
+
+
+_MEANT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+
+
+def _plainly(text: str) -> str:
+    """What the library of the options says, without its own jargon, and with what was meant."""
+    text = text.rstrip(".").replace("Value error, ", "", 1)
+    for short, name in _MEANT.items():
+        if f"'{short}' is not one of" in text and f"'{name}'" in text:
+            return f"{text}: give {name}"
+    return text
 
 
 def _let_go_of_stdout() -> None:
@@ -94,7 +107,8 @@ def _let_go_of_stdout() -> None:
 
 def _say(text: str) -> None:
     if sys.stderr is not None:  # print() would take stdout for it
-        print(f"streamer: {one_line(text)}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # a terminal that has hung up
+            print(f"streamer: {one_line(text)}", file=sys.stderr)
 
 
 class _LogHandler(logging.Handler):

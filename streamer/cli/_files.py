@@ -22,6 +22,8 @@ def check_writable(path: Path, option: str) -> None:
 
     For before the work: an hour later nobody wants to hear it.
     """
+    if path == Path():
+        raise UsageError(f"{option}: give the name of a file")
     try:
         path.open("ab").close()
     except OSError as error:
@@ -30,7 +32,8 @@ def check_writable(path: Path, option: str) -> None:
 
 @contextlib.contextmanager
 def tracing(path: Path | None) -> Iterator[Trace]:
-    """A trace of the block, written to ``path`` at its end, also where the block fails.
+    """A trace of the block, written to ``path`` at its end, also where the block fails, unless it
+    has recorded nothing by then: what may be in the file is kept.
 
     Raises `StreamerError` if it cannot be written, but not over an error of the block.
     """
@@ -44,10 +47,11 @@ def tracing(path: Path | None) -> Iterator[Trace]:
     try:
         yield trace
     except BaseException:
-        try:
-            trace.write(path)
-        except StreamerError as error:
-            log.warning("%s", error)
+        if not trace.empty:
+            try:
+                trace.write(path)
+            except StreamerError as error:
+                log.warning("%s", error)
         raise
     try:
         trace.write(path)

@@ -102,7 +102,9 @@ WeightVersion = Annotated[
 Force = Annotated[
     bool,
     typer.Option(
-        "--force", help="Push even if every server says that it has this version already."
+        "--force",
+        help="Push also if every server has the version of SOURCE, such as a commit of the Hub: it "
+        "is left alone otherwise. A version that you name is pushed always.",
     ),
 ]
 Verify = Annotated[
@@ -256,7 +258,6 @@ TraceFile = Annotated[
     typer.Option(
         "--trace",
         metavar="FILE",
-        dir_okay=False,
-        help="Write a timeline of the push there, for https://ui.perfetto.dev.",
+        help="Write a timeline of the push there, for ui.perfetto.dev.",
     ),
 ]

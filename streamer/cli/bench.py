@@ -14,11 +14,11 @@ from streamer.cli._headers import make_headers
 from streamer.cli._output import one_line, print_facts, print_json, print_table
 from streamer.cli._progress import spinner
 from streamer.cli._reference import reference_server
-from streamer.cli._sizes import count, format_size, parse_size
 from streamer.cli._source import opened
 from streamer.cli._torch import import_torch
 from streamer.cli.serve import require_server
-from streamer.exceptions import StreamerError, UsageError
+from streamer.exceptions import SourceError, StreamerError, UsageError
+from streamer.sizes import count, format_size, parse_size
 
 if TYPE_CHECKING:
     from streamer.bench.result import Result
@@ -59,7 +59,7 @@ Repeats = Annotated[
 ]
 Chart = Annotated[
     Path | None,
-    typer.Option("--chart", metavar="FILE", dir_okay=False, help="Draw a chart, as SVG."),
+    typer.Option("--chart", metavar="FILE", help="Draw a chart, as SVG."),
 ]
 Deadline = Annotated[
     float,
@@ -102,6 +102,8 @@ def bench(
     the last rows are real pushes. Ends with exit code 1 if a stage has failed.
     """
     _check(source, option, to, size)
+    if chart is not None and chart.suffix.lower() not in ("", ".svg"):
+        raise UsageError(f"--chart: {one_line(chart)}: a chart is SVG: let its name end in .svg")
     for file, name in ((chart, "--chart"), (trace, "--trace")):
         if file is not None:
             check_writable(file, name)
@@ -124,7 +126,7 @@ def bench(
         weights = stack.enter_context(opened(source, option))
         specs = weights.specs()
         if not specs:
-            raise StreamerError("the source has no tensors: nothing to measure")
+            raise SourceError("the source has no tensors: nothing to measure")
         if to:
             urls, server = to, _no_server
         else:

@@ -9,10 +9,10 @@ from streamer.cli._checkpoint import read_checksums, write_checkpoint
 from streamer.cli._output import draw_table
 from streamer.cli._progress import spinner
 from streamer.cli._reference import reference_server
-from streamer.cli._sizes import format_size
 from streamer.cli._torch import import_torch
 from streamer.cli.serve import require_server
 from streamer.exceptions import StreamerError
+from streamer.sizes import format_size
 
 _WORKERS = 2
 _BUFFER_SIZE = 16 << 20

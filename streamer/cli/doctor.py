@@ -10,10 +10,10 @@ import typer
 from streamer.cli import _options as o
 from streamer.cli._headers import make_headers
 from streamer.cli._output import on_terminal, one_line, print_json, print_table
-from streamer.cli._sizes import count, parse_size
 from streamer.cli._source import opened
 from streamer.cli._torch import import_torch
 from streamer.defaults import Backend
+from streamer.sizes import count, parse_size
 from streamer.timeouts import Timeouts
 
 Source = Annotated[
@@ -22,6 +22,13 @@ Source = Annotated[
         metavar="[SOURCE]",
         show_default=False,
         help="What would be pushed: also check that it can be read, and sent to these servers.",
+    ),
+]
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify",
+        help="Also check whether the servers can prove the arrival of weights, for push --verify.",
     ),
 ]
 _SECONDS = 10.0
@@ -36,7 +43,7 @@ def doctor(
     exclude: o.Exclude = None,
     rename: o.Rename = None,
     cast: o.Cast = None,
-    verify: o.Verify = False,
+    verify: Verify = False,
     json: o.Json = False,
     api_key: o.ApiKey = None,
     header: o.Header = None,

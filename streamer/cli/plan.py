@@ -9,9 +9,9 @@ import typer
 
 from streamer.cli import _options as o
 from streamer.cli._output import print_facts, print_json, print_table
-from streamer.cli._sizes import count, format_size, parse_size
 from streamer.cli._source import opened
 from streamer.cli._torch import import_torch
+from streamer.sizes import count, format_size, parse_size
 
 if TYPE_CHECKING:
     from streamer.plan import Plan

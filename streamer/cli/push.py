@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 
 from streamer.cli import _options as o
@@ -11,12 +12,15 @@ from streamer.cli._files import tracing
 from streamer.cli._headers import make_headers
 from streamer.cli._output import one_line, print_json
 from streamer.cli._progress import push_progress
-from streamer.cli._sizes import count, format_size, parse_size
 from streamer.cli._source import opened
 from streamer.cli._torch import import_torch
 from streamer.defaults import Backend, PauseMode
 from streamer.report import Report
+from streamer.sizes import count, format_size, parse_size
 from streamer.timeouts import Timeouts
+from streamer.trace import PHASES
+
+log = logging.getLogger("streamer")
 
 
 def push(
@@ -55,7 +59,8 @@ def push(
 
     A vLLM server must run with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config.
 
-    When this ends with exit code 0, all servers answer with the new weights.
+    When this ends with exit code 0, all servers answer with the new weights. One that you had
+    paused before stays paused, and a line says so.
     """
     size = parse_size(buffer_size, "--buffer-size")
     headers = make_headers(header, api_key)
@@ -94,7 +99,7 @@ def push(
                 on_event=on_event,
             ) as session,
         ):
-            started = time.monotonic()
+            started = time.perf_counter()
             with opened(
                 source,
                 option,
@@ -104,9 +109,14 @@ def push(
                 rename=rename,
                 cast=cast,
             ) as weights:
-                opening = time.monotonic() - started
+                opening = time.perf_counter() - started
+                timeline.add("open source", started)
+                timeline.add("open", started, row=PHASES)
                 report = session.push(weights, weight_version=weight_version, force=force)
         report = _with_opening(report, opening)
+        for server in report.servers:
+            if server.paused and pause is not PauseMode.none:
+                log.warning("%s was paused before, and still is: POST /resume to it", server.url)
         if json:
             print_json(report.as_json())
         else:
@@ -129,10 +139,11 @@ def _summary(report: Report) -> str:
             f"nothing to send: {servers} had weight version {one_line(report.weight_version)} "
             "already (--force pushes it again)"
         )
+    rate = f"{format_size(round(report.gb_per_s * 1e9))}/s"
     return (
         f"pushed {count(report.tensors, 'tensor')}, {format_size(report.bytes)}, to {workers} of "
         f"{servers} in {seconds.total:.2f} s (open {seconds.open:.2f}, connect "
-        f"{seconds.connect:.2f}, update {seconds.update:.2f} at {report.gb_per_s:.2f} GB/s, finish "
+        f"{seconds.connect:.2f}, update {seconds.update:.2f} at {rate}, finish "
         f"{seconds.finish:.2f}); weight version {one_line(report.weight_version)}{_proof(report)}"
     )
 

@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from streamer.cli._headers import sendable
-from streamer.cli._sizes import count
 from streamer.exceptions import StreamerError, UsageError
+from streamer.sizes import count
 
 
 class WorkerDevice(StrEnum):

@@ -36,8 +36,3 @@ def warn(name: str, text: str, remedy: str) -> Finding:
 def fail(name: str, text: str, remedy: str) -> Finding:
     """A push would fail."""
     return Finding(name, "fail", plain(text), remedy)
-
-
-def size(nbytes: int) -> str:
-    """``16.38 GB``, ``0.04 MB``."""
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from streamer import descriptors
-from streamer.doctor.finding import Finding, fail, ok, size, warn
+from streamer.doctor.finding import Finding, fail, ok, warn
 from streamer.doctor.server import describe
 from streamer.drivers.base import ServerInfo
 from streamer.drivers.vllm_info import version_numbers
@@ -17,6 +17,7 @@ from streamer.gpus import refuse_own_gpu
 from streamer.network import address_towards, check_address, is_here
 from streamer.options import Options
 from streamer.rendezvous import refuse_mixed, sending_device
+from streamer.sizes import format_size
 from streamer.transport import _libnccl
 from streamer.transport.lifeline import Lifeline
 
@@ -116,7 +117,7 @@ def address(urls: Sequence[str], options: Options) -> Iterator[Finding]:
 
 def memory(name: str, need: int, free: int, what: str) -> Finding:
     """Whether ``need`` bytes are there."""
-    text = f"{size(need)} of {size(free)} that are free {what}"
+    text = f"{format_size(need)} of {format_size(free)} that are free {what}"
     smaller = "give a smaller --buffer-size or --num-buffers"
     if need > free:
         return fail(name, text, smaller)

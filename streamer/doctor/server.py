@@ -22,6 +22,7 @@ from streamer.drivers.vllm_info import (
 from streamer.exceptions import DeadlineExceeded, ServerRefused, ServerUnreachable, StreamerError
 from streamer.network import resolve
 from streamer.options import Options
+from streamer.sizes import count
 
 _POSTS = (
     "/init_weight_transfer_engine",
@@ -122,7 +123,7 @@ class Server:
             if isinstance(answer, DeadlineExceeded):
                 return fail(
                     "development mode",
-                    f"{answer}: an update is under way, or a worker hangs",
+                    f"an update is under way, or a worker hangs: {answer}",
                     "wait for the other trainer, or restart the server",
                 )
             if isinstance(answer, ServerRefused) and answer.status in (401, 403):
@@ -206,7 +207,7 @@ class Server:
         return warn(
             "paused",
             "yes, and not by a sync: a push leaves it so",
-            "POST /resume to it once it shall answer",
+            "POST /resume to it when it is to answer",
         )
 
     def _mark(self) -> str:
@@ -256,7 +257,7 @@ def each_once(servers: Sequence[Server]) -> Finding:
                 text = f"{seen[identity]} and {server.url} lead to one server"
                 return fail(name, text, "give each server once with --to")
         seen |= dict.fromkeys(server.identities(), server.url)
-    return ok(name, f"{len(servers)} servers")
+    return ok(name, count(len(servers), "server"))
 
 
 def _is_for_posts(error: StreamerError) -> bool:

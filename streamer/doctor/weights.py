@@ -9,13 +9,14 @@ import torch
 
 from streamer.broadcast.fill import SLOT_SIZE
 from streamer.broadcast.staging import RING_SIZE
-from streamer.doctor.finding import Finding, fail, ok, size
+from streamer.doctor.finding import Finding, fail, ok
 from streamer.doctor.here import free_host_memory, memory
 from streamer.drivers.base import Driver
-from streamer.exceptions import PlanError, StreamerError
+from streamer.exceptions import PlanError, StreamerError, UsageError
 from streamer.options import Options
 from streamer.plan import Plan, make_plan
 from streamer.rendezvous import sending_device
+from streamer.sizes import count, format_size
 from streamer.source import TensorSpec, WeightSource
 
 
@@ -30,11 +31,13 @@ def readable(
         text = (
             str(error) if isinstance(error, StreamerError) else f"{type(error).__name__}: {error}"
         )
+        if isinstance(error, UsageError):
+            return fail("source", text, "correct that option"), None
         return fail("source", text, "correct SOURCE, or repair what it leads to"), None
     if not specs:
         return fail("source", "it has no tensors", "correct SOURCE, --select or --exclude"), None
     nbytes = sum(spec.nbytes for spec in specs)
-    return ok("source", f"{len(specs):,} tensors, {size(nbytes)}"), specs
+    return ok("source", f"{count(len(specs), 'tensor')}, {format_size(nbytes)}"), specs
 
 
 def sendable(
@@ -52,7 +55,7 @@ def sendable(
     except StreamerError as error:
         return fail(name, str(error), "push packed, without --per-tensor"), plan
     dtypes = sorted({spec.dtype_name for spec in specs})
-    return ok(name, f"{', '.join(dtypes)} in {len(plan.chunks):,} chunks"), plan
+    return ok(name, f"{', '.join(dtypes)} in {count(len(plan.chunks), 'chunk')}"), plan
 
 
 def staging(plan: Plan | None, on_gpus: bool, options: Options) -> Iterator[Finding]:

@@ -30,6 +30,8 @@ class ServerInfo:
     gpus: tuple[str, ...] = ()
     towards: str | None = None
     """This host's address as its workers reach it, where no connection to ``url`` can tell."""
+    instance: str = ""
+    """What it calls itself and, but for an accident, no other server; empty if it does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class Driver(Protocol):
     url: str
     verified: str | None
     """How the arrival of the last sync was proven: see `streamer.report.ServerReport`."""
+    paused: bool
+    """Its user had paused it when the last sync began, which left it so."""
 
     @property
     def verify_seconds(self) -> float:

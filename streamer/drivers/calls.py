@@ -19,6 +19,7 @@ from streamer.exceptions import (
     UsageError,
     one_line,
 )
+from streamer.timeouts import seconds
 
 _MAX_TEXT = 500
 
@@ -123,8 +124,9 @@ class LocalCalls:
                         self._awaited.cancel()
                 behind = self._under_way
                 raise DeadlineExceeded(
-                    f"{what}: no answer after {time.monotonic() - started:.1f} s"
+                    f"{what}: no answer after {seconds(time.monotonic() - started)} s"
                     + (f", behind {behind}, which does not end" if behind != method else "")
+                    + "; look at the engine's log"
                 ) from None
             raise refusal(what, error) from error
         except UsageError:

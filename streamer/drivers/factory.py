@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from streamer.drivers.base import Driver
+from streamer.drivers.base import Driver, ServerInfo
 from streamer.drivers.calls import Calls, LocalCalls
 from streamer.drivers.engine import Engine, EngineLike, missing_methods
 from streamer.drivers.engine_routes import EngineRoutes
-from streamer.drivers.http import HttpClient
+from streamer.drivers.http import HttpClient, normalize_url
 from streamer.drivers.routes import HttpRoutes, Routes
+from streamer.drivers.secrets import hide_user
 from streamer.drivers.vllm import VllmDriver
 from streamer.exceptions import UsageError
+from streamer.network import on_one_host
 from streamer.options import Options
 from streamer.timeouts import Clock
 
@@ -29,14 +31,20 @@ def listed(to: Servers | None) -> list[str | Engine]:
     if to is None:
         return []
     items: Iterable[object] = [to]
-    if isinstance(to, Iterable) and not isinstance(to, str) and missing_methods(to):
+    if isinstance(to, Iterable) and not isinstance(to, str | Mapping) and missing_methods(to):
         items = to
     servers = [_server(item) for item in items]
     if not servers:
         raise UsageError("give at least one server")
     known: dict[int, str] = {}
+    urls: set[str] = set()
     for number, server in enumerate(servers):
-        if isinstance(server, Engine):
+        if isinstance(server, str):
+            url = normalize_url(server)
+            if url in urls:
+                raise UsageError(f"{hide_user(url)} is given twice: give each server once")
+            urls.add(url)
+        else:
             name = server.name or name_of(server.target)
             if id(server.target) in known:
                 raise UsageError(f"{name} is given twice: give each engine once")
@@ -45,6 +53,22 @@ def listed(to: Servers | None) -> list[str | Engine]:
             servers[number] = replace(server, name=name)
             known[id(server.target)] = name
     return servers
+
+
+def refuse_one_twice(servers: Sequence[ServerInfo]) -> None:
+    """Raise `UsageError` if two URLs lead to one server, whose workers would be counted twice, and
+    join once: that would be seen only when the others have been waited for.
+
+    A server is known by its instance. vLLM's is so short that in a large fleet two may be alike,
+    so they have to be on one host as well.
+    """
+    known: dict[str, ServerInfo] = {}
+    for server in servers:
+        first = known.setdefault(server.instance or server.url, server)
+        if first is not server and on_one_host(first.url, server.url):
+            raise UsageError(
+                f"{first.url} and {server.url} lead to one server: give each server once"
+            )
 
 
 def make_driver(server: str | Engine, options: Options, clock: Clock) -> Driver:

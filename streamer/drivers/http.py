@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import re
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,10 +30,13 @@ from streamer.exceptions import (
     ServerUnreachable,
     UsageError,
 )
+from streamer.timeouts import seconds
 from streamer.trace import Trace
 
 HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _MAX_TEXT = 500
+_NOT_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST"})
+"""What OpenSSL says, by its release, where plain HTTP answers."""
 _MAX_VALUES = 500_000
 """As many checksums as there is room for. Ten million empty lists would take 20 s and 2 GB."""
 
@@ -186,7 +190,13 @@ class HttpClient:
             if call.ended:
                 raise ServerUnreachable(f"{what}: {call.ended}") from cause
             if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(f"{what}: no answer after {call.age:.1f} s") from cause
+                raise DeadlineExceeded(
+                    f"{what}: no answer after {seconds(call.age)} s; look at the server's log"
+                ) from cause
+            if isinstance(error, ssl.SSLError) and error.reason in _NOT_TLS:
+                raise ServerUnreachable(
+                    f"{what}: no TLS is spoken there; give the URL with http://"
+                ) from cause
             remedy = descriptors.REMEDY if descriptors.ran_out(error) else "is the server up?"
             text = self._quoted(_cause(error))
             raise ServerUnreachable(f"{what}: {text}; {remedy}") from cause
@@ -201,7 +211,7 @@ class HttpClient:
             )
         if status >= 400:
             text = self._quoted(_text(content, self._secrets.hide_in_shown))
-            raise ServerRefused(f"{what}: {status} {text}", status, path)
+            raise ServerRefused(f"{what}: {status} {text}{self._key(status)}", status, path)
         if 200 <= status < 300:
             value = _json(content, self._secrets.hide_in_answer) if content.strip() else {}
             if isinstance(value, dict):
@@ -211,6 +221,14 @@ class HttpClient:
             f"{what}: answered {status} with {kind}, not a JSON object; "
             "does this URL lead to an inference server?"
         )
+
+    def _key(self, status: int) -> str:
+        """The remedy of a refusal for want of a key."""
+        if status != 401:
+            return ""
+        if any(name.lower() == "authorization" for name in self._headers):
+            return "; it does not take the key, or Authorization, that it was sent"
+        return "; send its key, as --api-key, STREAMER_API_KEY or headers= do"
 
     def hide(self, text: str) -> str:
         """``text`` without what may not be shown: key, password, values of headers."""

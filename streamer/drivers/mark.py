@@ -38,10 +38,12 @@ def check_weight_version(version: object) -> None:
     """Raise `UsageError` for what cannot be a weight version; None is none, and passes."""
     if version is None:
         return
-    if not isinstance(version, str) or not version:
+    if not isinstance(version, str):
         raise UsageError(f"a weight version is a text, not {version!r}")
+    if not version:
+        raise UsageError("the weight version is empty: give a name, or none, and one is made up")
     if any("\ud800" <= letter <= "\udfff" for letter in version):
         raise UsageError(f"a weight version has half a character (a surrogate): {version!r}")
     for mark in (INCOMPLETE, _HELD):
         if version.startswith(mark):
-            raise UsageError(f"a weight version must not start with {mark}: that marks failures")
+            raise UsageError(f"a weight version must not start with {mark!r}, which marks failures")

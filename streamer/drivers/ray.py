@@ -59,7 +59,9 @@ class RayCalls:
                     # Or Ray logs what becomes of it as an error that nobody has looked at.
                     reference.future().add_done_callback(lambda future: future.exception())
                     if late:
-                        raise DeadlineExceeded(f"{what}: no answer after {timeout:.1f} s")
+                        raise DeadlineExceeded(
+                            f"{what}: no answer after {timeout:g} s; look at the actor's log"
+                        )
                     raise ServerUnreachable(f"{what}: cancelled")
             return ray.get(reference)
         except ray.exceptions.RayTaskError as error:

@@ -49,7 +49,9 @@ class Recovery:
             return _TAKEN
         except (DeadlineExceeded, ServerUnreachable) as error:
             state.stuck = True
-            what = f"does not answer ({error}), and may be marked incomplete{self._and_paused}"
+            what = (
+                f"does not answer ({_why(error)}), and may be marked incomplete{self._and_paused}"
+            )
             return Held(f"{holds}, {what}", Remedy.PUSH)
         except StreamerError as error:
             sure = is_no(error) and steps[Step.MARK] is How.DONE
@@ -132,7 +134,7 @@ class Recovery:
         except (ServerError, DeadlineExceeded) as error:
             state.stuck = True
             if state.stage < Stage.ARRIVED:
-                what = f"holds a mixture of weights and does not answer ({error})"
+                what = f"holds a mixture of weights and does not answer ({_why(error)})"
                 return Held(what, Remedy.RESTART)
             if state.must_resume:
                 return Held("holds the new weights, but may still be paused", Remedy.RESUME)
@@ -213,3 +215,9 @@ class Recovery:
         with contextlib.suppress(Taken):
             self._claim.named(CLEAN_UP_SECONDS)
             self._routes.shutdown(CLEAN_UP_SECONDS)
+
+
+def _why(error: StreamerError) -> str:
+    """Without the advice at its end: what is said of the server brings its own."""
+    what, _, _ = str(error).rpartition("; ")
+    return what or str(error)

@@ -193,13 +193,16 @@ class HttpRoutes:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """A 404 means that the server was not started with this route."""
+        """A 404 means that the server was not started with this route, or is another one."""
         try:
             yield
         except ServerRefused as error:
             if error.status != 404:
                 raise
-            raise IncompatibleServer(f"{self.url} has no {error.path} (404): {START_SO}") from error
+            # Every vLLM server has a version, in whatever mode it was started.
+            other = error.path == "/version"
+            remedy = "give the URL of the inference server itself" if other else START_SO
+            raise IncompatibleServer(f"{self.url} has no {error.path} (404): {remedy}") from error
 
 
 def _version_in(info: Mapping[str, Any]) -> str | None:

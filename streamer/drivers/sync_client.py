@@ -36,7 +36,7 @@ class WeightSyncClient:
         trace: Trace | None = None,
     ) -> None:
         if headers and not all(isinstance(one, str) for one in [*headers, *headers.values()]):
-            raise UsageError("headers must be texts by name")
+            raise UsageError('headers must be texts by name, as {"Authorization": "Bearer KEY"}')
         if not timeout > 0:
             raise UsageError(f"timeout must be a time in seconds, not {timeout:g}")
         self._timeout = timeout

@@ -61,6 +61,7 @@ class VllmDriver:
     ) -> None:
         self.url = routes.url
         self.verified: str | None = None
+        self.paused = False
         self._routes = routes
         self._clock = clock
         self._pause = pause
@@ -142,6 +143,7 @@ class VllmDriver:
         paused = self._claim.look()
         # Paused by its user, and not by a sync that failed: ours, or by its mark another's.
         held = paused and not state.must_resume and (not state.is_torn or is_held(state.version))
+        self.paused = held
         pauses = self._pause != "none"
         self._runs = not paused and not (pauses and routes.can_pause)
         state.begin(weight_version, held=held)

@@ -34,7 +34,9 @@ def ask(get: Callable[[str], dict[str, Any]], url: str, backend: str) -> ServerI
     engine = setup.backend if backend == "auto" else backend
     check_engine(url, engine)
     gpus = setup.gpus(world_size)
-    return ServerInfo(url, version, world_size, str(engine), setup.device, gpus)
+    return ServerInfo(
+        url, version, world_size, str(engine), setup.device, gpus, instance=setup.instance
+    )
 
 
 def check_version(url: str, version: str) -> None:

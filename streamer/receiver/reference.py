@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.metadata import version
@@ -95,6 +96,7 @@ class ReferenceServer:
         self._count = workers
         self._device = device
         self._discard = discard
+        self._instance = secrets.token_hex(8)
         self.workers: list[WorkerProcess] = []
         self._updating = False
         self._paused = False
@@ -165,6 +167,7 @@ class ReferenceServer:
         config = {
             "weight_transfer_config": {"backend": "streamer"},
             "device_config": {"device": self._device},
+            "instance_id": self._instance,
         }
         shown = [
             f"{name}={value}"

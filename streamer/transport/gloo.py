@@ -20,6 +20,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from streamer import descriptors
 from streamer.exceptions import DeadlineExceeded, TransportError
+from streamer.timeouts import seconds
 from streamer.transport.base import Transport
 from streamer.transport.lifeline import Lifeline
 from streamer.transport.store import first_line, within
@@ -133,7 +134,7 @@ class GlooTransport(Transport):
                 break
             if time.monotonic() > deadline:
                 del work
-                raise DeadlineExceeded(f"{late} within {timeout:g} s (Gloo)")
+                raise DeadlineExceeded(f"{late} within {seconds(timeout)} s (Gloo)")
         del work
         self.check()
         raise TransportError(

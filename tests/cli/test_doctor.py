@@ -23,6 +23,7 @@ from streamer.defaults import DEFAULT_THREADS
 from streamer.doctor import here, weights
 from streamer.doctor.server import _POSTS
 from streamer.drivers.mark import INCOMPLETE
+from streamer.sizes import format_size
 from streamer.transport import _libnccl
 
 pytestmark = pytest.mark.timeout(60)
@@ -115,8 +116,8 @@ def test_a_server_that_is_fine(findings: Callable[..., Any], server: Any, checkp
     assert found["world size"]["text"] == "2, and 3 ranks with this one"
     assert found["backend"]["text"] == "streamer on cpu (our own)"
     assert f"torch {torch.__version__}" in found["settings there"]["text"]
-    assert found["source"]["text"] == "4 tensors, 0.00 MB"
-    assert "bfloat16, float16, float32, int64 in 1 chunks" in found["names and dtypes"]["text"]
+    assert found["source"]["text"] == "4 tensors, 2.15 kB"
+    assert "bfloat16, float16, float32, int64 in 1 chunk" in found["names and dtypes"]["text"]
     assert found["reachable"]["server"] == server.url
     assert found["settings here"]["server"] == ""
 
@@ -167,7 +168,12 @@ def test_a_server_that_never_answers(
 ) -> None:
     stub.fake.routes["GET /version"] = reply({}, delay=30)
     found = findings("--to", stub.url, "--progress-timeout", 1)
-    check(found["reachable"], "fail", "no answer after 1.0 s", "start the server")
+    check(
+        found["reachable"],
+        "fail",
+        "no answer after 1 s; look at the server's log",
+        "start the server",
+    )
 
 
 def test_a_page_and_a_redirect(
@@ -220,8 +226,13 @@ def test_a_server_that_hangs_is_not_asked_further(
     for path in [path for path in stub.fake.routes if path != "GET /version"]:
         stub.fake.routes[path] = reply({}, delay=30)
     found = findings("--to", stub.url, "--progress-timeout", 1)
-    check(found["health"], "warn", "no answer after 1.0 s", "look into the server's log")
-    text = f"GET {stub.url}/get_world_size: no answer after 1.0 s: an update is under way"
+    check(
+        found["health"],
+        "warn",
+        "no answer after 1 s; look at the server's log",
+        "look into the server's log",
+    )
+    text = f"an update is under way, or a worker hangs: GET {stub.url}/get_world_size: no answer"
     check(found["development mode"], "fail", text, "restart the server")
     assert [call.path for call in stub.fake.calls] == ["/version", "/health", "/get_world_size"]
 
@@ -551,6 +562,16 @@ def test_a_source_that_cannot_be_read(
     check(found, "fail", "model.safetensors", "correct SOURCE, or repair")
 
 
+@pytest.mark.parametrize(
+    "option", [("--select", "nope"), ("--rename", "zzz=y"), ("--option", "nope=1")]
+)
+def test_an_option_that_does_not_fit_the_source_is_to_be_corrected_itself(
+    findings: Callable[..., Any], stub: Stub, checkpoint: Path, option: tuple[str, str]
+) -> None:
+    found = findings(checkpoint, "--to", stub.url, *option)["source"]
+    check(found, "fail", "", "correct that option")
+
+
 def test_a_source_is_looked_at_without_a_server(
     findings: Callable[..., Any], checkpoint: Path, free_port: Callable[[], int]
 ) -> None:
@@ -585,10 +606,12 @@ def test_memory_that_is_short(
     status: str,
 ) -> None:
     monkeypatch.setattr(weights, "free_host_memory", lambda: free)
-    found = findings("--to", stub.url, "--buffer-size", 2000, "--num-buffers", 3)["staging memory"]
+    found = findings("--to", stub.url, "--buffer-size", "2000B", "--num-buffers", 3)[
+        "staging memory"
+    ]
     assert found["status"] == status
     if status != "ok":
-        check(found, status, "0.01 MB of", "give a smaller --buffer-size or --num-buffers")
+        check(found, status, "6.00 kB of", "give a smaller --buffer-size or --num-buffers")
 
 
 def test_memory_of_a_gpu_and_pinned(
@@ -596,11 +619,9 @@ def test_memory_of_a_gpu_and_pinned(
 ) -> None:
     stub.device = "cuda"
     found = findings("--to", stub.url, "--device", "cuda:1", "--buffer-size", "90GiB")
-    check(
-        found["staging memory"], "fail", "193.27 GB of 149.25 GB that are free on cuda:1", "small"
-    )
+    check(found["staging memory"], "fail", "193 GB of 149 GB that are free on cuda:1", "small")
     ring = max(RING_SIZE, (DEFAULT_THREADS + 1) * SLOT_SIZE)
-    assert found["pinned memory"]["text"].startswith(f"{ring / 1e9:.2f} GB of ")
+    assert found["pinned memory"]["text"].startswith(f"{format_size(ring)} of ")
 
 
 def test_the_memory_that_is_left_is_found() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import textwrap
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, get_type_hints
@@ -46,6 +47,20 @@ def test_every_option_says_its_own_name(command: str) -> None:
     assert options == wanted | ({"options": "--option"} if "options" in options else {})
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_a_terminal_of_any_width(run: Callable[..., Any], command: str) -> None:
+    """No paragraph is broken where its source is, and nothing is cut."""
+    text = run(command, "--help", COLUMNS="80").stdout
+    assert "…" not in text
+    function: Any = getattr(importlib.import_module(f"streamer.cli.{command}"), command)
+    paragraphs = [" ".join(part.split()) for part in function.__doc__.split("\n\n")]
+    said = [line.strip() for line in text.partition("╭")[0].split("\n")]
+    lines = iter(line for line in said if line and not line.startswith("Usage:"))
+    for paragraph in paragraphs:
+        wrapped = textwrap.wrap(paragraph, 78, break_on_hyphens=False)
+        assert [next(lines) for _ in wrapped] == wrapped
+
+
 def test_help_lists_every_command(invoke: Callable[..., Any]) -> None:
     ended = invoke("--help")
     assert (ended.code, ended.stderr) == (0, "")
@@ -69,6 +84,11 @@ def test_version(invoke: Callable[..., Any]) -> None:
     [
         (["pusk"], "No such command 'pusk'. Did you mean 'push'? (see streamer --help)"),
         (["--bogus"], "No such option: --bogus"),
+        (
+            ["plan", "x", "--cast", "bf16"],
+            "Invalid value for '--cast': 'bf16' is not one of 'bfloat16', 'float16', 'float32', "
+            "'float64': give bfloat16 (see streamer plan --help)",
+        ),
         (["sources", "--bogus"], "(see streamer sources --help)"),
         (["plan"], "SOURCE"),
     ],

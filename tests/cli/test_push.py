@@ -22,7 +22,7 @@ from streamer.registry import Registry
 
 SUMMARY = re.compile(
     r"pushed 4 tensors, 2\.15 kB, to (\d) workers? of (\d) servers? in \d+\.\d\d s "
-    r"\(open \d.*, connect \d.*, update \d.* at \d+\.\d\d GB/s, finish \d.*\); "
+    r"\(open \d.*, connect \d.*, update \d.* at \d[\d.]* (?:bytes|kB|MB)/s, finish \d.*\); "
     r"weight version (\S+)\n"
 )
 
@@ -37,6 +37,24 @@ def test_in_a_pipe_it_is_quiet_and_says_one_line(
     assert match.groups() == ("2", "1", server.weight_version)
     assert server.holds(tensors)
     assert not server.paused
+
+
+def test_a_server_that_its_user_has_paused_stays_so_and_is_named(
+    run: Callable[..., Any], server: Any, other_server: Any, checkpoint: Path
+) -> None:
+    server.post("/pause?mode=keep")
+    to = ("--to", server.url, "--to", other_server.url)
+    ended = run("push", checkpoint, *to, "--json")
+    assert ended.code == 0
+    assert ended.stderr == (
+        f"streamer: warning: {server.url} was paused before, and still is: POST /resume to it\n"
+    )
+    assert [item["paused"] for item in json.loads(ended.stdout)["servers"]] == [True, False]
+    assert (server.paused, other_server.paused) == (True, False)
+    # Who pauses by himself knows.
+    assert run("push", checkpoint, *to, "--pause", "none").stderr == ""
+    server.post("/resume")
+    assert run("push", checkpoint, *to).stderr == ""
 
 
 def test_json_is_the_report_of_all_servers(
@@ -100,7 +118,7 @@ URL = "http://127.0.0.1:9"
         (["nobody://x", "--to", URL], 1, "no source is registered for nobody://"),
         (["CHECKPOINT"], 2, "Missing option '--to' (see streamer push --help)"),
         (["CHECKPOINT", "--to", "ftp://host"], 2, "not a server URL: ftp://host"),
-        (["CHECKPOINT", "--to", URL, "--to", URL], 2, "each one once"),
+        (["CHECKPOINT", "--to", URL, "--to", URL], 2, "is given twice: give each server once"),
         (["CHECKPOINT", "--to", URL, "--buffer-size", "64M"], 2, "'64M' is not a size"),
         (["CHECKPOINT", "--to", URL, "--num-buffers", "0"], 2, "--num-buffers"),
         (["CHECKPOINT", "--to", URL, "--pause", "maybe"], 2, "--pause"),
@@ -140,7 +158,7 @@ def test_a_server_of_another_kind(
 ) -> None:
     ended = invoke("push", checkpoint, "--to", fake_server.url)
     assert ended.code == 1
-    assert f"{fake_server.url} has no /version (404): start it with" in ended.error
+    assert f"{fake_server.url} has no /version (404): give the URL of the" in ended.error
     assert fake_server.posts == []
 
 
@@ -329,12 +347,13 @@ def test_a_push_that_is_told_to_end_does(
     start: Callable[..., subprocess.Popen[str]], install: Callable[[str, str], str]
 ) -> None:
     path = install("slow_plugin", SLOW)
-    interrupted, terminated = (
-        start("push", "slow://x", "--to", URL, PYTHONPATH=path) for _ in range(2)
+    interrupted, terminated, hung_up = (
+        start("push", "slow://x", "--to", URL, PYTHONPATH=path) for _ in range(3)
     )
     for process, number, code, says in (
         (interrupted, signal.SIGINT, 130, "streamer: interrupted\n"),
-        (terminated, signal.SIGTERM, 143, ""),
+        (terminated, signal.SIGTERM, 143, "streamer: terminated\n"),
+        (hung_up, signal.SIGHUP, 129, "streamer: terminated\n"),
     ):
         assert process.stdout is not None
         assert process.stdout.readline() == "opening\n"

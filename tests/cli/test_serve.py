@@ -117,7 +117,9 @@ def test_it_can_ask_for_a_key(
     assert paused.json() == {"is_paused": False}
     denied = run("push", checkpoint, "--to", url)
     wrong = run("push", checkpoint, "--to", url, "--api-key", f"{key}x")
-    assert denied.error == wrong.error == f"GET {url}/version: 401 this server asks for its API key"
+    said = f"GET {url}/version: 401 this server asks for its API key; "
+    assert denied.error == f"{said}send its key, as --api-key, STREAMER_API_KEY or headers= do"
+    assert wrong.error == f"{said}it does not take the key, or Authorization, that it was sent"
     pushed = run("push", checkpoint, "--to", url, STREAMER_API_KEY=key)
     assert pushed.code == 0
     for worker in Path("/proc").glob("[0-9]*/environ"):

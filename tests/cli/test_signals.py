@@ -17,7 +17,8 @@ pytestmark = pytest.mark.timeout(60)
 
 ENDS = [
     pytest.param("SIGINT", 130, "streamer: interrupted\n", id="Ctrl-C"),
-    pytest.param("SIGTERM", 143, "", id="SIGTERM"),
+    pytest.param("SIGTERM", 143, "streamer: terminated\n", id="SIGTERM"),
+    pytest.param("SIGHUP", 129, "streamer: terminated\n", id="hang-up"),
 ]
 
 
@@ -63,7 +64,7 @@ main()
     assert python(program, "sources") == (130, "streamer: interrupted\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(
     "late", ["atexit.register(send)", "sys.late = Late()"], ids=["at exit", "after it"]
 )
@@ -97,3 +98,34 @@ main()
     started = time.monotonic()
     assert python(program, "--version") == (130, "")
     assert time.monotonic() - started < 30
+
+
+def test_what_was_told_to_outlive_its_terminal_does() -> None:
+    """Under nohup."""
+    program = """
+import os, signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+from streamer.cli import _errors, main
+
+log_to_stderr = _errors.log_to_stderr
+_errors.log_to_stderr = lambda debug: (os.kill(os.getpid(), signal.SIGHUP), log_to_stderr(debug))
+import atexit
+atexit.register(os.kill, os.getpid(), signal.SIGHUP)
+main()
+"""
+    assert python(program, "sources") == (0, "")
+
+
+def test_a_terminal_that_has_hung_up_takes_no_last_words() -> None:
+    program = """
+import os, pty, signal, sys
+from streamer.cli import _errors, main
+
+ours, theirs = pty.openpty()
+os.dup2(theirs, 2)
+os.close(theirs)
+os.close(ours)  # what is written to stderr now is an error
+_errors.log_to_stderr = lambda debug: os.kill(os.getpid(), signal.SIGHUP)
+main()
+"""
+    assert python(program, "sources") == (129, "")

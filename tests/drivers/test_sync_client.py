@@ -157,7 +157,7 @@ def test_a_mode_is_quoted(fake_server, reply):
 
 @pytest.mark.parametrize("headers", [{"X-Token": None}, {3: "x"}])
 def test_headers_that_are_no_texts(headers):
-    with pytest.raises(UsageError, match="headers must be texts by name"):
+    with pytest.raises(UsageError, match="headers must be texts by name, as "):
         WeightSyncClient("localhost:8000", headers=headers)
 
 

@@ -19,6 +19,9 @@ from streamer import (
     UsageError,
     network,
 )
+from streamer.drivers import factory
+from streamer.drivers.base import ServerInfo
+from streamer.drivers.mark import INCOMPLETE
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -48,9 +51,53 @@ def test_specs_that_cannot_be_planned(session, server, make_source, what):
             raise KeyError("index")
 
         source.specs = specs
-    with pytest.raises(StreamerError):
+    with pytest.raises(SourceError if what == "empty" else StreamerError):
         one.push(source)
     assert not [call for call in server.calls if call.startswith("POST")]
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (5, "a weight version is a text, not 5"),
+        ("", "the weight version is empty: give a name, or none, and one is made up"),
+        (
+            f"{INCOMPLETE}x",
+            "a weight version must not start with 'streamer-incomplete:', which marks failures",
+        ),
+    ],
+)
+def test_what_is_no_weight_version(free_port, version, said):
+    with pytest.raises(UsageError) as caught:
+        streamer.push(weights(1), f"http://127.0.0.1:{free_port()}", weight_version=version)
+    assert str(caught.value) == said
+
+
+def test_one_server_twice():
+    with pytest.raises(UsageError, match=r"^http://…@a:1 is given twice: give each server once$"):
+        streamer.connect(["http://me:secret@a:1", "http://b:1", "me:secret@a:1/v1"])
+
+
+def test_one_server_under_two_names(server):
+    """It is found before the workers of the other one are waited for, which there is not."""
+    server.heal()
+    other = server.url.replace("127.0.0.1", "localhost")
+    message = f"^{server.url} and {other} lead to one server: give each server once$"
+    with pytest.raises(UsageError, match=message):
+        streamer.connect([server.url, other])
+    with pytest.raises(UsageError, match=message), Session([server.url, other]) as one:
+        one.push(weights(1))
+    assert not [call for call in server.calls if call.startswith("POST")]
+
+
+def test_two_servers_of_one_name_are_two(monkeypatch):
+    """vLLM's names are short: a large fleet may have one twice, on two hosts."""
+    monkeypatch.setattr(factory, "on_one_host", lambda url, other: False)
+    servers = [ServerInfo(url, "0.33", 1, "nccl", "cuda", instance="a") for url in ("x", "y")]
+    factory.refuse_one_twice(servers)
+    nameless = [ServerInfo(url, "0.33", 1, "nccl", "cuda") for url in ("x", "y")]
+    monkeypatch.undo()
+    factory.refuse_one_twice(nameless)
 
 
 def test_options_are_checked_before_anything_is_asked(free_port):

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+import streamer
 from kit_checks import all_told, both_modes
 from kit_session import JOIN, MIXTURE, UPDATE, weights
 from streamer import DeadlineExceeded, ServerRefused, Timeouts
@@ -184,3 +185,20 @@ def test_a_push_has_a_limit(session, server, push, make_source):
     server.heal()
     push(one, [server], weights(2))
     assert JOIN not in server.calls
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["/version", "/init_weight_transfer_engine", "/pause", "/update_weights",
+     "/finish_weight_update"],
+)  # fmt: skip
+def test_the_limit_is_told_whatever_waited_when_it_ran_out(server, where):
+    """And nobody is blamed, where nothing was wrong but the time."""
+    server.fail(where, 0, delay=3)
+    options = {"timeouts": Timeouts(total=1), "weight_version": "after"}
+    with pytest.raises(DeadlineExceeded) as caught:
+        streamer.push(weights(1), server.url, **options)
+    assert caught.value.args == ("the push took longer than its limit of 1 s",)
+    began = where not in ("/version", "/init_weight_transfer_engine")
+    assert (server.url in caught.value.held) is began
+    assert isinstance(caught.value.__cause__, DeadlineExceeded)

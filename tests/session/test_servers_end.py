@@ -180,7 +180,7 @@ def test_the_limit_of_a_whole_push_ends_a_broadcast_too(start_server, session, p
             os.kill(server.pids[1], signal.SIGSTOP)
 
     started = time.monotonic()
-    with pytest.raises(StreamerError):
+    with pytest.raises(DeadlineExceeded, match=r"^the push took .* limit of 3 s;"):
         one.push(make_source(weights(2, count=40, size=50_000), on_step=stop))
     assert time.monotonic() - started < 12
     os.kill(server.pids[1], signal.SIGCONT)

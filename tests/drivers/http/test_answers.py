@@ -60,6 +60,23 @@ def test_a_refusal_carries_status_and_text(client, fake_server, reply, status, c
 
 
 @pytest.mark.parametrize(
+    ("headers", "remedy"),
+    [
+        ({}, "send its key, as --api-key, STREAMER_API_KEY or headers= do"),
+        ({"authorization": "Bearer wrong"}, "it does not take the key, or Authorization, that it"),
+    ],
+)
+def test_who_sends_no_key_is_told_other_than_who_sends_a_wrong_one(
+    fake_server, reply, headers, remedy
+):
+    fake_server.routes["GET /version"] = reply({"error": "no key"}, 401)
+    with pytest.raises(ServerRefused) as caught:
+        HttpClient(fake_server.url, connect_timeout=5, headers=headers).get("/version", 5)
+    assert f"/version: 401 no key; {remedy}" in str(caught.value)
+    assert "wrong" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "content", ["<html>welcome</html>", "{broken", "[1, 2]", "5", '"text"', "null", b"\xff\xfe\x00"]
 )
 def test_an_answer_that_is_no_json_object(client, fake_server, reply, content):

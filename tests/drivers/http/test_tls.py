@@ -79,3 +79,12 @@ def test_a_proxy_that_cannot_be_used(monkeypatch, proxy):
     one = HttpClient("http://inference.example", connect_timeout=5, trust_env=True)
     with pytest.raises(UsageError, match="the environment's proxy is not an http:// one"):
         one.get("/version", 5)
+
+
+def test_a_server_without_tls_is_told_apart_from_one_that_is_down(fake_server, reply):
+    fake_server.routes["GET /version"] = reply({"version": "1"})
+    url = fake_server.host.replace("127.0.0.1", "https://127.0.0.1")
+    with pytest.raises(ServerUnreachable) as caught:
+        client(url).get("/version", 5)
+    said = f"GET {url}/version: no TLS is spoken there; give the URL with http://"
+    assert str(caught.value) == said

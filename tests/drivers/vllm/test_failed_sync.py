@@ -226,6 +226,17 @@ def test_abandon_a_server_that_has_lost_a_worker(driver, vllm, status, remedy):
     assert held.remedy is (Remedy.RESTART if "restart" in remedy else Remedy.PUSH)
 
 
+def test_advice_is_given_once(driver, vllm, monkeypatch):
+    """What broke off asks whether the server is up, to which the end of the line is the answer."""
+    one = driver()
+    one.begin("v2")
+    vllm.fake.routes["GET /weight_info"] = lambda handler: handler.connection.close()
+    held = told(one.abandon())
+    assert held.startswith(f"holds a mixture of weights and does not answer (GET {vllm.fake.url}/")
+    assert held.endswith("): restart it")
+    assert "is the server up?" not in held
+
+
 def test_abandon_where_the_server_has_closed_the_update_itself(driver, vllm):
     one = driver()
     one.begin("v2")

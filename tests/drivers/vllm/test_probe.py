@@ -68,6 +68,16 @@ def test_a_server_without_dev_mode(driver, vllm, path):
     assert START_WITH in str(caught.value)
 
 
+def test_what_has_no_version_is_no_server_whatever_it_was_started_with(driver, vllm):
+    vllm.fail("/version", 404, {"detail": "Not Found"})
+    with pytest.raises(IncompatibleServer) as caught:
+        driver(probe=False).probe()
+    url = vllm.fake.url
+    assert str(caught.value) == (
+        f"{url} has no /version (404): give the URL of the inference server itself"
+    )
+
+
 @pytest.mark.parametrize(
     "path", ["/is_paused", "/pause", "/update_weight_version", "/start_weight_update"]
 )

@@ -139,11 +139,11 @@ def test_a_rank_that_does_not_come(fails: Any, server: Any, who: int) -> None:
 @pytest.mark.parametrize(
     ("who", "how", "text"),
     [
-        (0, "unopened", "SourceError: no source accepts a builtins.object;"),
-        (1, "unopened", "SourceError: no source accepts a builtins.object;"),
+        (0, "unopened", "SourceError: no source accepts an object;"),
+        (1, "unopened", "SourceError: no source accepts an object;"),
         (0, "connect", "UsageError: not a server URL: ftp://host"),
-        (0, "version", "UsageError: a weight version is a text, not ''"),
-        (2, "version", "UsageError: a weight version is a text, not ''"),
+        (0, "version", "UsageError: the weight version is empty: give a name"),
+        (2, "version", "UsageError: the weight version is empty: give a name"),
         (0, "closed", "UsageError: the session is closed: connect again"),
         (1, "closed", "UsageError: the session is closed: connect again"),
     ],

@@ -139,7 +139,10 @@ def test_what_is_refused() -> None:
     assert refused(meta).startswith("up.weight is on the meta device, without values")
     state = {"a": distribute_tensor(torch.ones(2), mesh, [Replicate()])}
     assert refused({"base_model.model.a": state["a"]}).startswith("base_model.model.a belongs to")
-    assert refused({**state, "module.a": 3}) == "module.a is a builtins.int, not a tensor"
+    assert (
+        refused({**state, "module.a": 3})
+        == "module.a is a builtins.int, not a tensor: leave it out"
+    )
     collision = {"x._orig_mod.a": state["a"], "x.a": state["a"]}
     assert refused(collision).startswith("x._orig_mod.a and x.a would both be called x.a")
     assert len(streamer.open_source(collision, scheme="fsdp", wrappers="keep").specs()) == 2

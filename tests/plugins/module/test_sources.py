@@ -279,7 +279,12 @@ def test_only_a_dict_is_trusted_to_hold_its_tensors() -> None:
 
 
 def test_what_is_no_state_dict_is_told(refused: Refused) -> None:
-    assert refused({"model": {"w": torch.ones(1)}}) == "model is a builtins.dict, not a tensor"
+    assert refused({"model": {"w": torch.ones(1)}}) == (
+        "model is a builtins.dict, not a tensor: push what is in it, as checkpoint['model']"
+    )
+    assert refused({"w": torch.ones(1), "step": 1}) == (
+        "step is a builtins.int, not a tensor: leave it out"
+    )
     assert refused({1: torch.ones(1)}) == "a state dict has names for keys, not 1"
     assert refused({"x.a": torch.ones(1), "x._orig_mod.a": torch.ones(1)}).startswith(
         "x.a and x._orig_mod.a would both be called x.a"
@@ -352,9 +357,9 @@ def fails() -> Iterator[tuple[str, torch.Tensor]]:
         ),
         (generate, "generate must be callable without arguments: missing a required argument"),
         (lambda: 3, "the factory returned a int, not pairs of name and tensor"),
-        (lambda: [1], "item 0 is a int, not a pair of name and tensor"),
+        (lambda: [1], "item 0 is a int, not a pair of name and tensor: yield (name, tensor)"),
         (lambda: [("a", torch.ones(1), 3)], "item 0 is a tuple, not a pair"),
-        (lambda: [("a", [1.0])], "a is a builtins.list, not a tensor"),
+        (lambda: [("a", [1.0])], "a is a builtins.list, not a tensor: leave it out"),
         (fails, "the factory of pairs failed after a: RuntimeError: no more"),
         ("text", "the source module takes no str: from Python, push a module, a state dict"),
         (3, "the source module takes no int"),
@@ -366,7 +371,7 @@ def test_other_pairs_are_refused(refused: Refused, pairs: object, message: str) 
 
 def test_only_what_this_source_can_open_is_claimed() -> None:
     for thing in (3, None, torch.ones(1), nn.Linear, b"bytes"):
-        with pytest.raises(SourceError, match="no source accepts a"):
+        with pytest.raises(SourceError, match="no source accepts "):
             streamer.open_source(thing)
     with pytest.raises(SourceError, match="can be read only once"):
         streamer.open_source(nn.Linear(1, 1).named_parameters())

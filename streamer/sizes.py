@@ -8,6 +8,8 @@ from fractions import Fraction
 from streamer.exceptions import UsageError
 
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
+_SMALLEST = 1 << 20
+"""Bytes: the least that a number without a unit is taken for."""
 _UNITS = {
     "": 1,
     "b": 1,
@@ -25,7 +27,8 @@ _UNITS = {
 def parse_size(text: str, option: str) -> int:
     """Bytes in ``text``: ``256MiB``, ``1.5 GiB``, ``64MB``, or a bare number of bytes.
 
-    Raises `UsageError` naming ``option`` if it is not a whole number of bytes, and at least one.
+    Raises `UsageError` naming ``option`` if it is not a whole number of bytes, and at least one, or
+    so few without a unit that one was forgotten.
     """
     match = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(match[2].lower()) if match else None
@@ -34,6 +37,11 @@ def parse_size(text: str, option: str) -> int:
         raise UsageError(
             f"{option}: {text!r} is not a size: give a number of bytes, or one with KiB, MiB or "
             "GiB, as in 256MiB"
+        )
+    if match and not match[2] and size < _SMALLEST:
+        raise UsageError(
+            f"{option}: {match[1]} would be bytes: give a unit, as in {match[1]}MiB, or "
+            f"{match[1]}B if that is meant"
         )
     return int(size)
 

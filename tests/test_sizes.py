@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from streamer import UsageError
-from streamer.cli._sizes import count, format_size, parse_size
+from streamer.sizes import count, format_size, parse_size
 
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [
-        ("1", 1),
-        ("4096", 4096),
+        ("1B", 1),
+        ("1048576", 1 << 20),
         ("64 b", 64),
         ("256KiB", 256 << 10),
         ("64MiB", 64 << 20),
@@ -38,6 +38,17 @@ def test_a_size_is_read(text: str, nbytes: int) -> None:
 def test_nonsense_is_refused_by_name(text: str) -> None:
     with pytest.raises(UsageError, match=r"--buffer-size: .* is not a size.*256MiB"):
         parse_size(text, "--buffer-size")
+
+
+@pytest.mark.parametrize("text", ["1", " 32 ", "1048575"])
+def test_a_unit_that_was_forgotten_is_asked_for(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_size(text, "--size")
+    number = text.strip()
+    assert str(caught.value) == (
+        f"--size: {number} would be bytes: give a unit, as in {number}MiB, or {number}B if that is "
+        "meant"
+    )
 
 
 @pytest.mark.parametrize(
