@@ -8,8 +8,13 @@ from typing import Any, TypedDict
 
 import torch
 
-from streamer.defaults import DEFAULT_BUFFER_SIZE, DEFAULT_NUM_BUFFERS, DEFAULT_THREADS
-from streamer.drivers.vllm import BACKENDS, PAUSE_MODES
+from streamer.defaults import (
+    DEFAULT_BUFFER_SIZE,
+    DEFAULT_NUM_BUFFERS,
+    DEFAULT_THREADS,
+    Backend,
+    PauseMode,
+)
 from streamer.events import Event
 from streamer.exceptions import UsageError
 from streamer.timeouts import Timeouts
@@ -36,7 +41,7 @@ class ConnectOptions(TypedDict, total=False):
     device: str | torch.device | None
     """The CUDA device that sends; the current one by default."""
     address: str | None
-    """This host's address as the workers reach it; found by asking the routing table."""
+    """This host's address as the workers reach it; found by connecting to the servers."""
     port: int
     """Port here that workers of our own engine join at; 0 (default) takes a free one."""
     headers: Mapping[str, str]
@@ -50,7 +55,7 @@ class ConnectOptions(TypedDict, total=False):
     trace: Trace
     """Records a timeline while ``trace.enabled``."""
     on_event: Callable[[Event], None] | None
-    """Called with each event of a sync, on the thread that pushes."""
+    """Called with each event of a sync, on the thread that pushes; by `apush` on the loop's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +88,8 @@ class Options:
         return cls(**{**options, "device": _device(options.get("device"))})
 
     def __post_init__(self) -> None:
-        _one_of("backend", self.backend, BACKENDS)
-        _one_of("pause", self.pause, PAUSE_MODES)
+        _one_of("backend", self.backend, list(Backend))
+        _one_of("pause", self.pause, list(PauseMode))
         for name, kind in _KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -123,8 +128,10 @@ def _device(device: str | torch.device | None) -> torch.device | None:
         return None
     try:
         parsed = torch.device(device)
-    except RuntimeError as error:
+        if parsed.type == "cuda" and parsed.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+    except (RuntimeError, TypeError, AssertionError) as error:  # the last one without CUDA
         raise UsageError(f"device {device!r}: {str(error).partition(chr(10))[0]}") from None
     if parsed.type != "cuda":
         raise UsageError(f"device must be a CUDA device, which sends over NCCL, not {device!r}")
-    return torch.device("cuda", torch.cuda.current_device()) if parsed.index is None else parsed
+    return parsed

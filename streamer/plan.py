@@ -24,6 +24,7 @@ from functools import cached_property
 
 import torch
 
+from streamer.broadcast.ring import Ring
 from streamer.defaults import DEFAULT_BUFFER_SIZE, DEFAULT_CALL_SIZE
 from streamer.exceptions import PlanError
 from streamer.source import TensorSpec
@@ -99,6 +100,10 @@ class Plan:
         """Bytes of the largest staging buffer that the plan needs."""
         return max((chunk.nbytes for chunk in self.chunks), default=0)
 
+    def staging_bytes(self, num_buffers: int) -> int:
+        """Bytes of staging memory for at most ``num_buffers`` chunks in flight."""
+        return Ring.size(self.largest_chunk, min(num_buffers, len(self.chunks)))
+
     @cached_property
     def broadcasts(self) -> int:
         """Number of broadcasts: one a chunk when packed, else one a tensor."""
@@ -132,7 +137,9 @@ def make_plan(
 def packed_boundaries(sizes: Sequence[int], buffer_size: int) -> list[int]:
     """Where the receiver closes chunks: the number of tensors up to the end of each.
 
-    ``sizes`` are bytes in the order on the wire. Both ends of the wire use this one function.
+    ``sizes`` are bytes in the order on the wire. It is our receiver's side of the rule, by which
+    `_cut_packed` cuts as well, as it orders the tensors: a property test holds both against the
+    loop of vLLM's own receiver.
     """
     ends: list[int] = []
     total = 0

@@ -22,7 +22,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
 from streamer.exceptions import RankError, UsageError, one_line
+from streamer.transport.store import values
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -69,8 +72,12 @@ class Ranks:
 
     def read(self, key: str) -> Message:
         """What was last written, or nothing."""
+        return self.read_all([key])[0]
+
+    def read_all(self, keys: list[str]) -> list[Message]:
+        """What was last written to each of ``keys``, or nothing, in as many requests as for one."""
         with self._named_errors():
-            return json.loads(self._store.get(key)) if self._store.check([key]) else {}
+            return [json.loads(said or b"{}") for said in values(self._store, keys)]
 
     def write(self, key: str, message: Message) -> None:
         """Write so that every rank can read it."""
@@ -103,7 +110,7 @@ class Leader:
 
     def __init__(self, source: WeightSource, clock: Clock) -> None:
         self._source = source
-        self._ranks = source.ranks or _Alone()
+        self._ranks = source.ranks or Ranks(HashStore(), 0, 1)
         self._clock = clock
         self._push = 0
         self._step = 0
@@ -192,11 +199,13 @@ class Leader:
     def _ask(self, patience: float) -> None:
         """Wait for every rank to come to this step. Raises `RankError` if one fails, or is late."""
         self._asking = True
+        others = range(1, self._ranks.size)
+        keys = [rank_key(rank) for rank in others]
         missing: list[int] = []
         failed: list[Message] = []
         for _ in polls(patience, self._clock.check):
             # All of them each time: one that is there may fail while it waits for the others.
-            said = {rank: self._ranks.read(rank_key(rank)) for rank in range(1, self._ranks.size)}
+            said = dict(zip(others, self._ranks.read_all(keys), strict=True))
             here = [
                 rank
                 for rank, message in said.items()
@@ -229,13 +238,6 @@ def is_leading() -> bool:
     return bool(_leading)
 
 
-class _Alone(Ranks):
-    """The one rank of a source that needs no others."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = 0, 1
-
-
 def rank_key(rank: int) -> str:
     """Where a follower writes."""
     return f"rank{rank}"
@@ -248,7 +250,7 @@ def lead_key(push: int, step: int) -> str:
 
 def newest_lead(ranks: Ranks) -> Message:
     """What rank 0 says at an even step of the last push that it has begun."""
-    return max((ranks.read(lead_key(push, 0)) for push in (0, 1)), key=_number)
+    return max(ranks.read_all([lead_key(push, 0) for push in (0, 1)]), key=_number)
 
 
 def _number(message: Message) -> int:

@@ -6,6 +6,7 @@ import importlib.metadata
 import inspect
 import os
 import re
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -188,16 +189,21 @@ def _distribution(point: importlib.metadata.EntryPoint) -> str:
 
 
 _default: Registry | None = None
+_changing = threading.RLock()
 
 
 def default_registry() -> Registry:
-    """The registry of this process; entry points are read at the first call."""
+    """The registry of this process; entry points are read at the first call, on any thread."""
     global _default
-    if _default is None:
-        registry = Registry()
-        registry.load_entry_points()
-        _default = registry
-    return _default
+    with _changing:
+        if _default is None:
+            _default = Registry()  # for a plugin that registers another one while it is loaded
+            try:
+                _default.load_entry_points()
+            except BaseException:
+                _default = None
+                raise
+        return _default
 
 
 def open_source(source: object, *, scheme: str | None = None, **options: Any) -> WeightSource:
@@ -217,6 +223,7 @@ def register_plugin(plugin: object, name: str | None = None, *, replace: bool = 
     """Register a plugin without packaging it, as in a notebook.
 
     ``plugin`` is a module, or an instance whose methods are hooks; with ``replace`` the cell that
-    registers it can be run again. See `Registry.add`.
+    registers it can be run again. Any thread may call it. See `Registry.add`.
     """
-    default_registry().add(plugin, name, replace=replace)
+    with _changing:
+        default_registry().add(plugin, name, replace=replace)

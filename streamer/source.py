@@ -79,6 +79,9 @@ class WeightSource(ABC):
       that stream is made to wait for the copy out of it before the iterator is advanced;
     - a `DeferredTensor`.
 
+    The consumer drops a payload before the next step, and so should the iterator (``del`` behind
+    the ``yield``): a variable that still has it costs the memory of two.
+
     Where producing a tensor is a collective, ``ranks`` says which ranks iterate, all in the same
     order; only rank 0 of them sends.
     """

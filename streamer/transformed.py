@@ -99,11 +99,14 @@ class Transformed(WeightSource):
         given = specs_of(self._source)
         payloads = checked(self._source, given)
         for spec in given:
-            payload = next(payloads)
-            for output in self._rule(spec):
-                yield output.spec.name, output.make(payload)
-            del payload
+            yield from self._made_of(spec, next(payloads))
         next(payloads, None)
+
+    def _made_of(self, spec: TensorSpec, payload: Payload) -> Iterator[tuple[str, Payload]]:
+        """By itself, so that nothing here holds a payload, or what a rule keeps of it, while the
+        source makes the next one."""
+        for output in self._rule(spec):
+            yield output.spec.name, output.make(payload)
 
     def close(self) -> None:
         """Close the source, if it was opened here."""

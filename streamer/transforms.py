@@ -18,12 +18,13 @@ from functools import partial
 
 import torch
 
+from streamer.defaults import CastDtype
 from streamer.exceptions import StreamerError, UsageError, one_line
 from streamer.payloads import cast_payload, read_tensor
 from streamer.source import Payload, TensorSpec, WeightSource
 from streamer.transformed import Output, Transformed
 
-CAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+CAST_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in CastDtype)
 """What `cast` casts from and to. Narrower floats mean nothing without their scales."""
 
 Edit = tuple[TensorSpec, Callable[[torch.Tensor], torch.Tensor] | None]

@@ -9,30 +9,18 @@ import threading
 import time
 
 import pytest
-import torch
 
 import streamer
 from streamer import PushCancelled, ServerRefused, Timeouts, UsageError
 from streamer.drivers.mark import INCOMPLETE
 from streamer.events import ChunkSent, SyncFailed, SyncFinished, SyncStarted
 
+pytestmark = pytest.mark.usefixtures("no_threads_left")
+
 TIMEOUTS = Timeouts(connect=30, progress=20)
 OPTIONS = {"timeouts": TIMEOUTS, "buffer_size": 4000, "num_buffers": 2}
 SOON = 10.0
 """Seconds within which a cancelled push has to have cleaned up, on a busy machine."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(no_threads_left):
-    """Every test here ends without a thread of ours."""
-
-
-@pytest.fixture
-def weights(random_tensor):
-    def make(seed):
-        return {f"t{i}": random_tensor(torch.float32, (1000,), seed + i) for i in range(20)}
-
-    return make
 
 
 async def until(condition):

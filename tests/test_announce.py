@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch.distributed import HashStore
 
-from streamer import RankError, SourceError, TensorSpec, Timeouts, WeightSource, announce
+from kit_sources import Shards
+from streamer import RankError, SourceError, Timeouts, announce
 from streamer.announce import announced
 from streamer.follower import follow
 from streamer.ranks import Leader, Ranks, newest_lead
 from streamer.timeouts import Clock
-
-
-class Shards(WeightSource):
-    def __init__(self, ranks):
-        self.ranks = ranks
-
-    def specs(self):
-        return [TensorSpec("a", torch.float32, (2,))]
-
-    def __iter__(self):
-        yield "a", torch.zeros(2)
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from streamer import RankError, TensorSpec, Timeouts, WeightSource
+from kit_sources import Shards
+from streamer import RankError, TensorSpec, Timeouts
 from streamer.exceptions import PushCancelled
 from streamer.follower import follow
 from streamer.plan import make_plan
@@ -18,21 +19,6 @@ from streamer.timeouts import Clock
 
 SPECS = [TensorSpec("a", torch.float32, (2,))]
 REPORT = Report(1, 8, 1, Seconds(0, 0, 0, 0, 0), "v", ())
-
-
-class Shards(WeightSource):
-    """One tensor, which takes both ranks."""
-
-    def __init__(self, store, rank):
-        self.ranks = Ranks(store, rank, 2)
-        self.passes = 0
-
-    def specs(self):
-        return SPECS
-
-    def __iter__(self):
-        self.passes += 1
-        yield "a", torch.zeros(2)
 
 
 def clock():
@@ -72,7 +58,7 @@ def cancelled():
 @pytest.fixture
 def ranks():
     store = HashStore()
-    return Shards(store, 0), Shards(store, 1)
+    return Shards(Ranks(store, 0, 2)), Shards(Ranks(store, 1, 2))
 
 
 def test_both_ranks_come(ranks):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 import streamer
+from kit_checks import running
 from streamer import StreamerError
 from streamer.interrupts import Interrupts, Terminated, terminate
 
@@ -37,18 +36,10 @@ streamer.push(Slow(), to=sys.argv[1], buffer_size=4000, weight_version="slow")
 @pytest.fixture
 def trainer(server):
     """A process that is in the middle of a push, its source asleep."""
-    command = [sys.executable, "-c", TRAINER, server.url]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
-    )
-    try:
-        assert process.stdout is not None
+    with running(TRAINER, server.url) as process:
         assert process.stdout.readline() == "half\n"
         time.sleep(0.3)
         yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -47,6 +48,25 @@ def cell(*schemes: str, factory: Callable[..., Any] | None = Numbers) -> object:
             self.events.append(event)
 
     return Notebook()
+
+
+class Point:
+    """An entry point that does ``act`` when it is loaded."""
+
+    name, dist = "slow", None
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+
+    def load(self) -> object:
+        self._act()
+        return cell("slow")
+
+
+def load_only(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """A process that has opened nothing yet, and has one plugin installed."""
+    monkeypatch.setattr(registry, "_default", None)
+    monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: [Point(act)])
 
 
 @pytest.fixture
@@ -135,3 +155,39 @@ def test_an_installed_plugin_is_not_replaced(own: Registry) -> None:
         "rename it"
     )
     assert streamer.open_source({"w": torch.zeros(1)}).specs()
+
+
+def test_a_plugin_that_comes_while_others_are_loaded_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread registers it while the first one still reads the entry points."""
+    other = threading.Thread(target=lambda: streamer.register_plugin(cell("numbers"), "other"))
+
+    def load() -> None:
+        if threading.current_thread() is not other:
+            other.start()
+            other.join(0.3)  # which it waits for, if all is well
+
+    load_only(monkeypatch, load)
+    found = registry.default_registry()
+    other.join()
+    assert registry.default_registry() is found
+    assert found.entries.keys() == {"slow", "numbers"}
+
+
+def test_a_plugin_may_register_another_while_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_only(monkeypatch, lambda: streamer.register_plugin(cell("numbers"), "other", replace=True))
+    assert registry.default_registry().entries.keys() == {"slow", "numbers"}
+
+
+def test_loading_that_is_interrupted_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupts = [KeyboardInterrupt()]
+
+    def load() -> None:
+        if interrupts:
+            raise interrupts.pop()
+
+    load_only(monkeypatch, load)
+    with pytest.raises(KeyboardInterrupt):
+        registry.default_registry()
+    assert registry.default_registry().entries.keys() == {"slow"}

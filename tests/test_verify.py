@@ -27,7 +27,7 @@ from streamer.receiver.endpoint import Endpoint, InitInfo
 from streamer.transport.base import Transport
 from streamer.transport.gloo import GlooTransport
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("no_threads_left")]
 
 TIMEOUTS = Timeouts(connect=30, progress=20)
 both_modes = pytest.mark.parametrize("packed", [True, False], ids=["packed", "per tensor"])
@@ -41,11 +41,6 @@ def weights(seed, count=12, size=500):
     made["odd"] = torch.arange(seed, seed + 7, dtype=torch.uint8)
     made["none"] = torch.zeros(0, 4)
     return made
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(no_threads_left):
-    """Every test here ends without a thread of ours."""
 
 
 @pytest.fixture

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from streamer_module.named import check_tensor, same_memory
 from streamer_module.source import named_entries
-from streamer_module.structure import Place, walk_modules
+from streamer_module.structure import Place, own_tensors, walk_modules
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
@@ -96,23 +96,13 @@ def _of_module(module: nn.Module, wrappers: str) -> list[Unit]:
                     place,
                 )
             )
-        for key, tensor in _own(part):
+        for key, tensor in own_tensors(part):
             if key not in held and key != flat.NAME:
                 if not units or units[-1].module is not None:
                     units.append(Unit(None, []))
                 place = Place(name + key, path + key, part, key)
                 units[-1].tensors.append(_plain(prefix + key, path + key, tensor, place))
     return units
-
-
-def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and persistent buffers of ``module`` itself."""
-    for key, parameter in module._parameters.items():
-        if parameter is not None:
-            yield key, parameter
-    for key, buffer in module._buffers.items():
-        if buffer is not None and key not in module._non_persistent_buffers_set:
-            yield key, buffer
 
 
 def _plain(name: str, path: str, tensor: torch.Tensor, place: Place | torch.Tensor) -> Found:

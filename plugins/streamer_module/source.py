@@ -170,6 +170,7 @@ class PairsSource(WeightSource):
         try:
             for path, tensor in self._read():
                 found.append(TensorSpec(path, tensor.dtype, tuple(tensor.shape)))
+                del tensor  # it would be held while the next one is made
         except SourceError:
             raise
         except Exception as error:
@@ -190,6 +191,7 @@ class PairsSource(WeightSource):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for path, tensor in self._read():
             yield self._names.get(path, path), tensor.detach()
+            del tensor
 
     def _read(self) -> Iterator[tuple[str, torch.Tensor]]:
         pairs = self._pairs() if callable(self._pairs) else self._pairs
@@ -199,13 +201,16 @@ class PairsSource(WeightSource):
             raise SourceError(
                 f"the factory returned a {type(pairs).__name__}, not pairs of name and tensor"
             )
-        for index, pair in enumerate(pairs):
+        index = 0  # enumerate() would hold the last pair
+        for pair in pairs:
             if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
                 raise SourceError(
                     f"item {index} is a {type(pair).__name__}, not a pair of name and tensor"
                 )
             check_tensor(*pair)
             yield pair
+            del pair
+            index += 1  # noqa: SIM113
 
 
 def _check_signature(factory: Callable[..., object]) -> None:

@@ -59,12 +59,18 @@ def walk(module: nn.Module, resolve: Resolve = lambda module: (module, "")) -> I
     are found by the wrapper's class: a submodule or parameter that is called ``module`` keeps it.
     """
     for name, path, part in walk_modules(module, resolve):
-        for key, parameter in part._parameters.items():
-            if parameter is not None:
-                yield Place(name + key, path + key, part, key)
-        for key, buffer in part._buffers.items():
-            if buffer is not None and key not in part._non_persistent_buffers_set:
-                yield Place(name + key, path + key, part, key)
+        for key, _ in own_tensors(part):
+            yield Place(name + key, path + key, part, key)
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and persistent buffers of ``module`` itself, not of modules inside it."""
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            yield key, parameter
+    for key, buffer in module._buffers.items():
+        if buffer is not None and key not in module._non_persistent_buffers_set:
+            yield key, buffer
 
 
 def walk_modules(

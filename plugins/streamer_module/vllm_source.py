@@ -79,6 +79,7 @@ class VllmSource(Lockstep):
         for name, tensor in self._source.iter_full() if full else self._source:
             check_tensor(name, tensor)
             yield name, tensor.detach()
+            del tensor  # it would be held while the next one is made
 
     def _metadata(self) -> Sequence[Any]:
         metadata = self._source.metadata

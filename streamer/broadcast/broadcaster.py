@@ -70,7 +70,7 @@ class Broadcaster:
 
         Raises `StreamerError` if there is not so much.
         """
-        size = Ring.size(plan.largest_chunk, min(self._num_buffers, len(plan.chunks)))
+        size = plan.staging_bytes(self._num_buffers)
         if self._ring.memory.numel() < size:
             self._free()
             try:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from streamer.defaults import DEFAULT_BUFFER_SIZE, DEFAULT_NUM_BUFFERS, MIB
+from streamer.defaults import (
+    DEFAULT_BUFFER_SIZE,
+    DEFAULT_NUM_BUFFERS,
+    MIB,
+    Backend,
+    CastDtype,
+    PauseMode,
+)
 from streamer.timeouts import Timeouts
 
 BUFFER_SIZE = f"{DEFAULT_BUFFER_SIZE // MIB}MiB"
@@ -18,32 +24,6 @@ TIMEOUTS = Timeouts()
 _CHANGES = "Changing what is sent, in this order"
 _SERVER = "Reaching the servers"
 _TUNING = "Tuning"
-
-
-class PauseMode(StrEnum):
-    """What becomes of requests that a server is answering."""
-
-    keep = "keep"
-    wait = "wait"
-    abort = "abort"
-    none = "none"
-
-
-class CastDtype(StrEnum):
-    """What tensors can be cast to."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-    float64 = "float64"
-
-
-class Backend(StrEnum):
-    """The engine that receives."""
-
-    auto = "auto"
-    nccl = "nccl"
-    streamer = "streamer"
 
 
 Source = Annotated[

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from streamer.cli._options import CastDtype
+from streamer.defaults import CastDtype
 from streamer.exceptions import UsageError
 
 if TYPE_CHECKING:

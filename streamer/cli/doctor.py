@@ -13,6 +13,7 @@ from streamer.cli._output import on_terminal, one_line, print_json, print_table
 from streamer.cli._sizes import count, parse_size
 from streamer.cli._source import opened
 from streamer.cli._torch import import_torch
+from streamer.defaults import Backend
 from streamer.timeouts import Timeouts
 
 Source = Annotated[
@@ -46,7 +47,7 @@ def doctor(
     per_tensor: o.PerTensor = False,
     buffer_size: o.BufferSize = o.BUFFER_SIZE,
     num_buffers: o.NumBuffers = o.NUM_BUFFERS,
-    backend: o.EngineBackend = o.Backend.auto,
+    backend: o.EngineBackend = Backend.auto,
     device: o.Device = None,
     address: o.Address = None,
     port: o.Port = 0,

@@ -73,15 +73,9 @@ def _specs(planned: Plan) -> list[tuple[int, TensorSpec]]:
     return [(index, spec) for index, chunk in enumerate(planned.chunks) for spec in chunk.specs]
 
 
-def _staging(planned: Plan, num_buffers: int) -> tuple[int, int]:
-    """How many buffers a push would allocate, and the bytes of all of them."""
-    buffers = min(num_buffers, len(planned.chunks))
-    return buffers, buffers * planned.largest_chunk
-
-
 def _facts(planned: Plan, num_buffers: int) -> dict[str, str]:
     specs = [spec for _, spec in _specs(planned)]
-    buffers, staging = _staging(planned, num_buffers)
+    buffers = min(num_buffers, len(planned.chunks))
     largest = max(specs, key=lambda spec: spec.nbytes, default=None)
     return {
         "tensors": f"{planned.tensors:,}",
@@ -93,7 +87,8 @@ def _facts(planned: Plan, num_buffers: int) -> dict[str, str]:
         "largest tensor": f"{largest}, {_exact(largest.nbytes)}" if largest else "none",
         "chunks": f"{len(planned.chunks):,} in {count(len(planned.calls), 'call')}, "
         + count(planned.broadcasts, "broadcast"),
-        "staging memory": f"{_exact(staging)}: {buffers} x {format_size(planned.largest_chunk)}",
+        "staging memory": f"{_exact(planned.staging_bytes(num_buffers))}: {buffers} x "
+        + format_size(planned.largest_chunk),
     }
 
 
@@ -138,7 +133,7 @@ def _as_json(planned: Plan, num_buffers: int, tensors: bool) -> dict[str, Any]:
         "buffer_size": planned.buffer_size,
         "calls": len(planned.calls),
         "broadcasts": planned.broadcasts,
-        "staging_bytes": _staging(planned, num_buffers)[1],
+        "staging_bytes": planned.staging_bytes(num_buffers),
         "chunks": _chunk_rows(planned),
     }
     if tensors:

@@ -14,6 +14,7 @@ from streamer.cli._progress import push_progress
 from streamer.cli._sizes import count, format_size, parse_size
 from streamer.cli._source import opened
 from streamer.cli._torch import import_torch
+from streamer.defaults import Backend, PauseMode
 from streamer.report import Report
 from streamer.timeouts import Timeouts
 
@@ -30,7 +31,7 @@ def push(
     weight_version: o.WeightVersion = None,
     force: o.Force = False,
     verify: o.Verify = False,
-    pause: o.Pause = o.PauseMode.keep,
+    pause: o.Pause = PauseMode.keep,
     json: o.Json = False,
     trace: o.TraceFile = None,
     api_key: o.ApiKey = None,
@@ -43,7 +44,7 @@ def push(
     per_tensor: o.PerTensor = False,
     buffer_size: o.BufferSize = o.BUFFER_SIZE,
     num_buffers: o.NumBuffers = o.NUM_BUFFERS,
-    backend: o.EngineBackend = o.Backend.auto,
+    backend: o.EngineBackend = Backend.auto,
     device: o.Device = None,
     address: o.Address = None,
     port: o.Port = 0,

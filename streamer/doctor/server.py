@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from streamer.defaults import ENGINES
 from streamer.doctor.finding import Finding, fail, ok, warn
 from streamer.drivers.http import HttpClient
 from streamer.drivers.mark import is_incomplete
@@ -161,7 +162,7 @@ class Server:
         engine, device = self.setup.backend, self.setup.device
         if engine is None:
             return fail("backend", "none: no weights can be received", _CONFIG)
-        if engine not in ("nccl", "streamer"):
+        if engine not in ENGINES:
             return fail("backend", f"{shown(engine)}, which streamer does not send to", _CONFIG)
         if self._options.backend not in ("auto", engine):
             return fail(

@@ -56,9 +56,8 @@ def sendable(
 
 def staging(plan: Plan | None, on_gpus: bool, options: Options) -> Iterator[Finding]:
     """Whether the memory is there that chunks are staged in."""
-    largest = plan.largest_chunk if plan is not None else options.buffer_size
-    chunks = len(plan.chunks) if plan is not None else options.num_buffers
-    need = min(options.num_buffers, chunks) * largest
+    count = options.num_buffers
+    need = count * options.buffer_size if plan is None else plan.staging_bytes(count)
     if not on_gpus:
         yield memory("staging memory", need, free_host_memory(), "on this host")
     elif torch.cuda.is_available():

@@ -88,7 +88,7 @@ class Driver(Protocol):
         """
 
     def begin(self, weight_version: str) -> None:
-        """Stop generation, mark the server as incomplete, and open an update."""
+        """Mark the server as incomplete, stop generation, and open an update."""
 
     def update(self, call: Call, verify: int | None = None) -> None:
         """Have the workers receive one call; returns when they have.
@@ -98,8 +98,9 @@ class Driver(Protocol):
         """
 
     def commit(self, weight_version: str, sent: Sent | None = None) -> None:
-        """Close the update, name the weights, drop stale caches and let the server answer again.
+        """Drop stale caches, close the update, name the weights and let the server answer again.
 
+        A server that goes on generating meanwhile drops its caches once the update is closed.
         With ``sent``, the arrival has to be proven, and `verified` says how. If the server is shown
         not to hold what was sent it stays marked and paused: `VerificationError`.
         """

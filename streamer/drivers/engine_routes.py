@@ -20,7 +20,7 @@ from streamer.drivers.calls import Calls, takes
 from streamer.drivers.engine import Engine
 from streamer.drivers.mark import is_incomplete
 from streamer.drivers.vllm_info import check_engine, is_world_size, shown
-from streamer.exceptions import UsageError
+from streamer.exceptions import IncompatibleServer, UsageError
 from streamer.trace import Trace
 
 _NAMED = "give streamer.Engine(engine, {}=…)"
@@ -168,10 +168,14 @@ class EngineRoutes:
         return self._kept.mark or self._version
 
     def checksums(self, timeout: float) -> object:
-        sums: dict[str, str] = {}
-        for worker in self._call("compute_weight_checksums", timeout):
-            sums |= worker
-        return sums
+        method = "compute_weight_checksums"
+        said = self._call(method, timeout)
+        if not isinstance(said, list | tuple) or not all(isinstance(sums, dict) for sums in said):
+            raise IncompatibleServer(
+                f"{self.url}.{method} returned {shown(said)}, not the checksums of each worker: "
+                "push without verify"
+            )
+        return {name: value for sums in said for name, value in sums.items()}
 
     def pause(self, mode: str, timeout: float | None) -> None:
         if self.can_pause:

@@ -31,8 +31,6 @@ from streamer.plan import Call, Plan
 from streamer.timeouts import Clock
 from streamer.verify import DIGEST, Sent
 
-BACKENDS = ("auto", "nccl", "streamer")
-PAUSE_MODES = ("keep", "wait", "abort", "none")
 PER_TENSOR_DTYPES = frozenset(
     {
         torch.int8,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from streamer.defaults import ENGINES
 from streamer.drivers.base import ServerInfo
 from streamer.exceptions import IncompatibleServer
 
@@ -59,7 +60,7 @@ def check_engine(url: str, engine: object) -> None:
     """Raise `IncompatibleServer` for an engine that we cannot send to."""
     if engine is None:
         raise IncompatibleServer(f"{url} was started without a weight-transfer backend: {START_SO}")
-    if engine not in ("nccl", "streamer"):
+    if engine not in ENGINES:
         raise IncompatibleServer(
             f"{url} receives with the backend {shown(engine)}; streamer speaks to nccl (vLLM's "
             "own) and streamer: name one of them in --weight-transfer-config"

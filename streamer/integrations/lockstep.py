@@ -45,6 +45,7 @@ class Lockstep(WeightSource):
             for name, tensor in self._pairs():
                 check_sendable(name, tensor)
                 found.append(TensorSpec(name, tensor.dtype, tuple(tensor.shape)))
+                del tensor  # it would be held while the next one is made
             self._specs = found
         return self._specs
 
@@ -53,6 +54,7 @@ class Lockstep(WeightSource):
         for pair in self._open:
             self._made += 1
             yield pair
+            del pair
 
     def catch_up(self, stop: int | None) -> None:
         """See `WeightSource.catch_up`: other ranks wait in what ``pairs`` does."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from torch import nn
 from transformers import TrainerCallback
 
+from streamer.drivers.factory import Servers
 from streamer.exceptions import StreamerError, UsageError
 from streamer.integrations.replicas import Replicas
 from streamer.options import ConnectOptions, Options
@@ -58,7 +59,7 @@ class StreamerCallback(TrainerCallback):
 
     def __init__(
         self,
-        to: str | Sequence[str] | None,
+        to: Servers | None,
         *,
         every: int = 1,
         at_start: bool = False,
@@ -70,7 +71,8 @@ class StreamerCallback(TrainerCallback):
 
         ``at_start`` also pushes before the first step, to servers that have other weights than the
         model. ``source`` makes what is pushed of the model, on every rank: for servers that hold
-        another dtype, ``lambda model: streamer.cast(model, "bfloat16")``.
+        another dtype, ``lambda model: streamer.cast(model, "bfloat16")``. A `WeightSource` that it
+        returns is not closed: it may be kept for the next push.
 
         ``on_error="raise"`` ends the training with the `StreamerError` of a push, and at the start
         if a server cannot be joined, which several ranks only see at their first push.
@@ -178,7 +180,7 @@ class StreamerCallback(TrainerCallback):
     def _push(self, model: nn.Module, step: int) -> None:
         assert self._session is not None
         try:
-            with contextlib.closing(self._open(model)) as source:
+            with self._opened(model) as source:
                 report = self._session.push(source, weight_version=f"step-{step}")
         except StreamerError as error:
             if self._raise:
@@ -196,13 +198,18 @@ class StreamerCallback(TrainerCallback):
             "streamer/gb_per_s": report.gb_per_s,
         }
 
-    def _open(self, model: nn.Module) -> WeightSource:
+    @contextlib.contextmanager
+    def _opened(self, model: nn.Module) -> Iterator[WeightSource]:
         if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
             raise UsageError(
                 "the model is partitioned by DeepSpeed ZeRO-3, whose parameters cannot be read: "
                 "use ZeRO-2, or FSDP"
             )
-        source = open_source(self._source(model))
-        if source.ranks is None and several_ranks():
-            return Replicas(source, Ranks.of())
-        return source
+        made = self._source(model)
+        source = open_source(made)
+        try:
+            replicated = source.ranks is None and several_ranks()
+            yield Replicas(source, Ranks.of()) if replicated else source
+        finally:
+            if source is not made:
+                source.close()

@@ -12,9 +12,11 @@ from pathlib import Path
 from threading import Barrier
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from streamer.source import DeferredTensor, Payload, TensorSpec, WeightSource
 from streamer.testing.recording import Recorded, first_difference, kind_of, read
+from streamer.testing.usage import Making, memory_of
 
 READERS = 4
 ROUNDS = 5
@@ -77,6 +79,25 @@ def abandon(source: WeightSource, steps: int) -> None:
     close = getattr(iterator, "close", None)
     if close is not None:
         close()
+
+
+def held_too_long(source: WeightSource) -> str | None:
+    """The first tensor that ``source`` holds while it makes the next one, and drops only then.
+
+    None if there is none, and where the iterator fails: others tell that.
+    """
+    iterator = iter(source)
+    last: tuple[str, StorageWeakRef | None] = "", None
+    while True:
+        try:
+            with Making(last[1]) as making:
+                name, payload = next(iterator)
+        except Exception:
+            return None
+        if making.beside and making.last is not None and making.last.expired():
+            return last[0]
+        last = name, memory_of(payload)
+        del payload
 
 
 def read_in_parts(whole: Sequence[Recorded], payloads: Sequence[Payload]) -> None:

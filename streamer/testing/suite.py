@@ -38,6 +38,7 @@ from streamer.source import TensorSpec, WeightSource
 from streamer.testing.checks import (
     abandon,
     check_spec,
+    held_too_long,
     in_words,
     new_folder,
     read_in_parts,
@@ -191,6 +192,15 @@ class SourceSuite:
                         f"once that is dropped: {in_words(error)}"
                     ) from error
         same_recordings(kept, dropped, "{} while payloads are kept, {} once they are dropped")
+
+    def test_one_at_a_time(self, tmp_path: Path) -> None:
+        """It holds no tensor while it makes the next one, unless it keeps that for good."""
+        with self._opened(tmp_path) as source:
+            name = held_too_long(source)
+        assert name is None, (
+            f"{name}: the iterator still holds it while it makes the next one, so that there is "
+            "memory for two: del it behind the yield"
+        )
 
     def test_lasting(self, tmp_path: Path) -> None:
         """If it says that it is lasting, what it yields is as right at the end as when it came."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 PATIENCE = 5.0
@@ -73,6 +74,31 @@ class _Tensors(TorchFunctionMode):
             if isinstance(tensor, torch.Tensor) and _address(tensor) not in known:
                 self.nbytes += tensor.nbytes if _address(tensor) else 0
         return result
+
+
+class Making(_Tensors):
+    """Whether ``last`` was still in memory when an operation made a tensor, in `beside`."""
+
+    def __init__(self, last: StorageWeakRef | None) -> None:
+        super().__init__()
+        self.last = last
+        self.beside = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        before = self.nbytes
+        result = super().__torch_function__(func, types, args, kwargs)
+        if self.last is not None and self.nbytes > before:
+            self.beside |= not self.last.expired()
+        return result
+
+
+def memory_of(payload: object) -> StorageWeakRef | None:
+    """By which it can be told whether the memory of a tensor is still held."""
+    if isinstance(payload, torch.Tensor) and _address(payload):
+        return StorageWeakRef(payload.untyped_storage())
+    return None
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -34,6 +34,7 @@ from streamer.transport.store import (
     first_line,
     host_store,
     join_store,
+    values,
 )
 
 BEAT_SECONDS = 1.0
@@ -77,7 +78,7 @@ class Lifeline:
 
         Raises `TransportError` if it is not one that a worker of ours makes.
         """
-        (said,) = self._values([_worker_key(rank)])
+        (said,) = values(self.store, [_worker_key(rank)])
         return _report(rank, said)
 
     def wait_for_workers(self, world_size: int, timeout: float, check: Callable[[], None]) -> None:
@@ -114,8 +115,8 @@ class Lifeline:
         """
         number, deadline = str(self._roll).encode(), time.monotonic() + timeout
         while True:
-            answers = self._values([_answer_key(rank) for rank in ranks])
-            reports = self._values([_worker_key(rank) for rank in ranks])
+            answers = values(self.store, [_answer_key(rank) for rank in ranks])
+            reports = values(self.store, [_worker_key(rank) for rank in ranks])
             pairs = zip(ranks, reports, strict=True)
             left = [rank for rank, said in pairs if _report(rank, said).get("left")]
             silent = [rank for rank, said in zip(ranks, answers, strict=True) if said != number]
@@ -123,13 +124,6 @@ class Lifeline:
                 return left or silent
             check()
             time.sleep(0.001)
-
-    def _values(self, keys: list[str]) -> list[bytes]:
-        """The value of each of ``keys``, empty for one that is not set: `TCPStore.get` would wait
-        for it."""
-        if self.store.check(keys):
-            return self.store.multi_get(keys)
-        return [self.store.get(key) if self.store.check([key]) else b"" for key in keys]
 
     def close(self) -> None:
         """Drop the store, so that the workers leave. Idempotent.

@@ -9,12 +9,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from streamer import descriptors
 from streamer.exceptions import TransportError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 SILENCE_SECONDS = 5.0
 """A trainer whose store does not answer for this long counts as dead."""
@@ -156,6 +159,16 @@ def _within(timeout: float, step: Callable[[], _T], check: Callable[[], None]) -
     if not results:
         raise TimeoutError
     return results[0]
+
+
+def values(store: Store, keys: list[str]) -> list[bytes]:
+    """The value of each of ``keys``, empty for one that is not set: `Store.get` would wait for it.
+
+    Where all are set they are read at once, if the store can do that.
+    """
+    if store.has_extended_api() and store.check(keys):  # type: ignore[attr-defined]
+        return store.multi_get(keys)
+    return [store.get(key) if store.check([key]) else b"" for key in keys]
 
 
 def first_line(error: Exception) -> str:

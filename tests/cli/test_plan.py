@@ -68,7 +68,7 @@ def test_in_a_pipe_facts_and_chunks_are_whole_lines(
         ],
         ["largest tensor", "b.weight bfloat16[1500, 1000], 3.00 MB (3,000,000 bytes)"],
         ["chunks", "2 in 1 call, 2 broadcasts"],
-        ["staging memory", "6.00 MB (6,000,020 bytes): 2 x 3.00 MB"],
+        ["staging memory", "6.00 MB (6,000,128 bytes): 2 x 3.00 MB"],
         ["0", "1", "2,000,000", "a.weight", "a.weight"],
         ["1", "3", "3,000,010", "a.scale", "b.weight"],
     ]
@@ -82,7 +82,7 @@ def test_every_tensor_is_listed_and_no_name_breaks_the_line(
     assert ended.code == 0
     assert [line.split("\t") for line in ended.stdout.splitlines()[4:]] == [
         ["chunks", "1 in 1 call, 4 broadcasts"],
-        ["staging memory", "5.00 MB (5,000,640 bytes): 1 x 5.00 MB"],
+        ["staging memory", "5.00 MB (5,000,704 bytes): 1 x 5.00 MB"],
         ["a.weight", "bfloat16", "[1000, 1000]", "2,000,000", "0"],
         ["a.scale", "float32", "[]", "4", "0"],
         ["evil \\x1b[2Jname", "uint8", "[2, 3]", "6", "0"],
@@ -109,7 +109,7 @@ def test_json_is_one_object(invoke: Callable[..., Any], source: OnlySpecs) -> No
         "buffer_size": 1 << 20,
         "calls": 1,
         "broadcasts": 2,
-        "staging_bytes": 6_000_020,
+        "staging_bytes": 6_000_128,
         "chunks": [
             {"index": 0, "tensors": 1, "bytes": 2_000_000, "first": "a.weight", "last": "a.weight"},
             {"index": 1, "tensors": 3, "bytes": 3_000_010, "first": "a.scale", "last": "b.weight"},

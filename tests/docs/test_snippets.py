@@ -9,7 +9,6 @@ import contextlib
 import json
 import re
 import shlex
-import socket
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import streamer
+from kit_checks import find_free_port
 from kit_pages import FENCE, ROOT, Snippet, pages, snippets
 from streamer.cli import make_app
 from streamer.integrations.transformers import StreamerCallback
@@ -65,12 +65,6 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
 def python_snippets() -> list[Snippet]:
     return [each for each in snippets("python") if each.page not in RUN_ELSEWHERE]
 
@@ -91,7 +85,7 @@ def test_python(
         "http://two:8000": other_server.url,
         "http://gpu7:8000": server.url,
         "10.0.0.5": "127.0.0.1",
-        "29600": str(free_port()),
+        "29600": str(find_free_port()),
         "/models/Qwen3-8B": str(checkpoint),
     }
     code = compile(replaced(snippet.code, places), str(snippet), "exec")

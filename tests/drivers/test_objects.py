@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import threading
 import time
 import weakref
@@ -15,6 +14,7 @@ import torch
 
 import streamer
 from kit_checks import all_told
+from kit_sources import checksums_of
 from streamer import (
     DeadlineExceeded,
     Engine,
@@ -31,12 +31,9 @@ from streamer.drivers.calls import LocalCalls
 from streamer.drivers.mark import INCOMPLETE
 from streamer.testing.engine import LocalEngine
 
+pytestmark = pytest.mark.usefixtures("no_threads_left")
+
 TIMEOUTS = Timeouts(connect=30, progress=20)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(no_threads_left):
-    """Every test here ends without a thread of ours."""
 
 
 @pytest.fixture
@@ -54,18 +51,9 @@ def make_engine():
 
 
 @pytest.fixture
-def weights(random_tensor):
-    def make(seed=0):
-        return {f"layers.{i}": random_tensor(torch.bfloat16, (40, 30), seed + i) for i in range(8)}
-
-    return make
-
-
-@pytest.fixture
-def holds(bytes_of):
+def holds():
     def check(engine, tensors):
-        expected = {name: hashlib.sha256(bytes_of(t)).hexdigest() for name, t in tensors.items()}
-        return all(sums == expected for sums in engine.checksums())
+        return all(sums == checksums_of(tensors) for sums in engine.checksums())
 
     return check
 

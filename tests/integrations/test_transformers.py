@@ -144,6 +144,27 @@ def test_what_is_pushed_can_be_made(server: Any, model: Any, data: Any, tmp_path
     assert server.holds({name: value.bfloat16() for name, value in model.state_dict().items()})
 
 
+def test_a_source_of_the_user_s_own_is_kept(
+    server: Any, model: Any, data: Any, tmp_path: Path, make_source: Any
+) -> None:
+    kept = make_source({"w": torch.arange(4.0)})
+    callback = StreamerCallback(server.url, source=lambda model: kept)
+    make_trainer(model, data, tmp_path, callback).train()
+    assert versions(callback) == ["step-1", "step-2", "step-3"]
+    assert kept.closed == 0
+
+
+def test_what_is_opened_here_is_closed(
+    server: Any, model: Any, data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[object] = []
+    monkeypatch.setattr(
+        "streamer_module.source.ModuleSource.close", lambda self: closed.append(self)
+    )
+    make_trainer(model, data, tmp_path, StreamerCallback(server.url)).train()
+    assert len(closed) == STEPS
+
+
 def test_best_model(server: Any, model: Any, data: Any, tmp_path: Path) -> None:
     every_step = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1}
     callback = StreamerCallback(server.url)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -19,6 +18,7 @@ import pytest
 import requests
 
 import streamer
+from kit_checks import find_free_port
 
 ROOT = Path(__file__).parents[2]
 VLLM = ROOT / ".vllm"
@@ -65,7 +65,7 @@ class Server:
         options: Sequence[str] = (),
     ) -> Server:
         """Start a server; with one worker on ``core``, a small number. See `wait_until_up`."""
-        port = free_port()
+        port = find_free_port()
         environment = os.environ | {
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -199,12 +199,6 @@ class Traffic:
         self._running.result()
         for future in self.extra:
             future.result()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def cores(first: int, count: int) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,17 +45,34 @@ def eventually() -> Callable[..., None]:
     return wait
 
 
+def find_free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 @pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
-    """A port that nobody listens on."""
+    """`find_free_port`."""
+    return find_free_port
 
-    def find() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-            return port
 
-    return find
+@contextlib.contextmanager
+def running(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python process of this program, killed at the end. Its output and errors are pipes."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:  # which closes the pipes, and waits
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def open_files() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import select
 import signal
@@ -20,7 +19,7 @@ import torch
 
 from kit_checks import PATIENCE
 from kit_reference_faults import PROGRAM
-from kit_sources import logical_bytes
+from kit_sources import checksums_of
 
 START_SECONDS = 60
 GPU = os.environ.get("STREAMER_TEST_GPU", "")
@@ -183,10 +182,7 @@ class ReferenceServer:
 
     def holds(self, tensors: dict[str, torch.Tensor]) -> bool:
         """Whether every worker holds exactly these values under these names."""
-        expected = {
-            name: hashlib.sha256(logical_bytes(tensor)).hexdigest()
-            for name, tensor in tensors.items()
-        }
+        expected = checksums_of(tensors)
         return all(
             {name: held.get(name) for name in expected} == expected for held in self.checksums()
         )

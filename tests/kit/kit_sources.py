@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from streamer import DeferredTensor, Payload, SourceError, TensorSpec, WeightSource
+from streamer import DeferredTensor, Payload, Ranks, SourceError, TensorSpec, WeightSource
 
 
 class Tensors(WeightSource):
@@ -87,6 +88,28 @@ def logical_bytes(tensor: torch.Tensor) -> bytes:
     return b"".join(values)
 
 
+def checksums_of(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """What a worker of ours that holds these tensors says of them."""
+    return {
+        name: hashlib.sha256(logical_bytes(tensor)).hexdigest() for name, tensor in tensors.items()
+    }
+
+
+class Shards(WeightSource):
+    """One tensor, which takes all ``ranks``. ``passes`` counts how often it was iterated."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.passes = 0
+
+    def specs(self) -> Sequence[TensorSpec]:
+        return [TensorSpec("a", torch.float32, (2,))]
+
+    def __iter__(self) -> Iterator[tuple[str, Payload]]:
+        self.passes += 1
+        yield "a", torch.zeros(2)
+
+
 @pytest.fixture(scope="session")
 def make_source() -> type[Tensors]:
     """`Tensors`: a source of given pairs."""
@@ -115,6 +138,18 @@ def random_tensor() -> Callable[..., torch.Tensor]:
         high = 2 if dtype == torch.bool else 256
         data = torch.randint(0, high, (count,), dtype=torch.uint8, generator=generator)
         return data.view(dtype).view(tuple(shape))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def weights(
+    random_tensor: Callable[..., torch.Tensor],
+) -> Callable[..., dict[str, torch.Tensor]]:
+    """Small tensors by name, of bytes that depend on a number."""
+
+    def make(seed: int = 0) -> dict[str, torch.Tensor]:
+        return {f"t{i}": random_tensor(torch.float32, (1000,), seed + i) for i in range(20)}
 
     return make
 

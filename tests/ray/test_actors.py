@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import importlib.util
 import os
 import threading
@@ -15,6 +14,7 @@ import ray
 import torch
 
 import streamer
+from kit_sources import checksums_of
 from streamer import (
     DeadlineExceeded,
     Engine,
@@ -67,17 +67,9 @@ def on_cpu(*actors):
 
 
 @pytest.fixture
-def weights(random_tensor):
-    def make(seed):
-        return {f"t{i}": random_tensor(torch.float32, (1000,), seed + i) for i in range(12)}
-
-    return make
-
-
-@pytest.fixture
-def holds(bytes_of):
+def holds():
     def check(actor, tensors):
-        expected = {name: hashlib.sha256(bytes_of(t)).hexdigest() for name, t in tensors.items()}
+        expected = checksums_of(tensors)
         return all(sums == expected for sums in ray.get(actor.checksums.remote()))
 
     return check

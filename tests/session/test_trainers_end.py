@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import time
 import pytest
 import torch
 
+from kit_checks import running
 from kit_session import JOIN, UPDATE, weights
 from streamer import SourceError, StreamerError, Timeouts
 from streamer.drivers.mark import INCOMPLETE
@@ -93,23 +93,6 @@ session.close()
 """
 
 
-@contextlib.contextmanager
-def trainer(server, code=TRAINER):
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, server.url],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        process.stderr.close()
-
-
 AT_EXIT = """
 import atexit, sys
 import torch
@@ -144,7 +127,7 @@ def test_a_session_can_be_closed_while_the_interpreter_exits(server, how):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_trainer_that_dies_leaves_a_server_that_goes_on(server, session, push, how):
     """Its workers leave the broadcast by themselves; the next trainer finds the mark and cures."""
-    with trainer(server) as process:
+    with running(TRAINER, server.url) as process:
         for line in process.stdout:
             if line == "t9\n":
                 break
@@ -165,7 +148,7 @@ def test_a_trainer_that_dies_leaves_a_server_that_goes_on(server, session, push,
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_a_signal_completes_the_stream_first(server, session, push, number):
     """A worker that is left inside a broadcast of vLLM's own engine never answers again."""
-    with trainer(server) as process:
+    with running(TRAINER, server.url) as process:
         for line in process.stdout:
             if line == "t9\n":
                 break
@@ -188,7 +171,7 @@ def test_a_second_signal_ends_the_trainer_whatever_it_waits_for(server):
     """Here the server never receives, and the stream cannot be completed."""
     server.fail("/update_weights", 500, delay=60)
     code = TRAINER.replace("100_000", "5_000_000")
-    with trainer(server, code) as process:
+    with running(code, server.url) as process:
         for line in process.stdout:
             if line == "t1\n":
                 break
@@ -202,7 +185,7 @@ def test_a_second_signal_ends_the_trainer_whatever_it_waits_for(server):
 
 def test_a_signal_that_the_trainer_ignores_stops_nothing(server):
     code = TRAINER.replace("session =", "signal.signal(signal.SIGINT, signal.SIG_IGN)\nsession =")
-    with trainer(server, code) as process:
+    with running(code, server.url) as process:
         for line in process.stdout:
             if line == "t9\n":
                 break
@@ -217,7 +200,7 @@ def test_a_handler_of_the_trainer_s_own_is_called_and_decides(server):
         "session =",
         "asked = []\nsignal.signal(signal.SIGTERM, lambda *_: asked.append(1))\nsession =",
     ).replace('print("pushed"', 'print("pushed", *asked')
-    with trainer(server, code) as process:
+    with running(code, server.url) as process:
         for line in process.stdout:
             if line == "t9\n":
                 break

@@ -174,6 +174,15 @@ class NeedsItsPayloads(Right):
             yield pair.pop()
 
 
+class HoldsTheLast(Right):
+    """As a loop does whose variable is still set."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for name in WEIGHTS:
+            tensor = WEIGHTS[name].clone()
+            yield name, tensor
+
+
 class NotLasting(Right):
     lasting = True
 
@@ -235,6 +244,7 @@ WRONG: list[tuple[type[WeightSource], tuple[str, ...], str]] = [
     ),
     (VersionIsANumber, ("what_it_says_of_itself",), r"^weight_version is 7, not str or NoneType$"),
     (RanksAreAText, ("what_it_says_of_itself",), r"^ranks is 'all', not Ranks or NoneType$"),
+    (HoldsTheLast, ("one_at_a_time",), r"^z: the iterator still holds it while it makes the next"),
     (NeedsItsPayloads, ("borrowed_memory",), r"^m: it comes if .*: the last tensor is gone$"),
 ]
 
