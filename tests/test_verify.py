@@ -19,6 +19,7 @@ from streamer import (
     TransportError,
     VerificationError,
     group,
+    rendezvous,
 )
 from streamer import session as session_module
 from streamer.drivers.mark import INCOMPLETE
@@ -383,8 +384,8 @@ class PlainVllm(Liar):
 
 @pytest.fixture
 def plain(fake_server, reply, monkeypatch):
-    monkeypatch.setattr(group, "NcclTransport", Nowhere)
-    monkeypatch.setattr(group, "_current_device", lambda: 0)
+    monkeypatch.setattr(rendezvous, "NcclTransport", Nowhere)
+    monkeypatch.setattr(rendezvous, "sending_device", lambda options: torch.device("cuda:0"))
     return PlainVllm(fake_server, reply)
 
 
