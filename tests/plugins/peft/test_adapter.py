@@ -364,7 +364,7 @@ def test_both_workers_hold_the_merged_weights(
     )
     code = "import sys; sys.modules['peft'] = None; from streamer.cli import main; main()"
     arguments = ["push", f"peft://{adapter}?base={base}", "--to", server.url, "--cast", "bfloat16"]
-    arguments += ["--buffer-size", "2000", "--rename", f"^={packed}.", *["--per-tensor"][packed:]]
+    arguments += ["--buffer-size", "2000B", "--rename", f"^={packed}.", *["--per-tensor"][packed:]]
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=100
     )
