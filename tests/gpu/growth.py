@@ -2,7 +2,8 @@
 
 Two processes make a communicator, reduce one element and free it, over and over, with nothing of
 streamer's but its binding of the library: on two GPUs, or on one where ``NCCL_HOSTID`` is set (see
-run.sh). Prints by how much each process has grown since the tenth, for each; the bound of
+run.sh). Then once more, with a broadcast on the way that the other process does not take, as in a
+sync that fails. Prints by how much each process has grown since the tenth, for each; the bound of
 tests/faults/test_soak.py rests on it.
 """
 
@@ -21,6 +22,7 @@ from torch.distributed import TCPStore
 from streamer.transport import _libnccl as lib
 
 WARM = 10
+NBYTES = 1 << 20
 
 
 def resident() -> float:
@@ -50,7 +52,15 @@ def join(nccl: ctypes.CDLL, unique_id: lib.UniqueId, rank: int) -> ctypes.c_void
     return comm
 
 
-def run(rank: int, port: int, rounds: int) -> None:
+def leave_stuck(nccl: ctypes.CDLL, comm: ctypes.c_void_p) -> None:
+    """A broadcast that nobody takes."""
+    data, stream = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda"), torch.cuda.Stream()
+    at, dtype = data.data_ptr(), lib.DTYPES[torch.uint8]
+    settle(nccl, comm, nccl.ncclBroadcast(at, at, NBYTES, dtype, 0, comm, stream.cuda_stream))
+    time.sleep(0.02)
+
+
+def run(rank: int, port: int, rounds: int, stuck: bool) -> None:
     torch.cuda.set_device(rank % torch.cuda.device_count())
     store, nccl = TCPStore("127.0.0.1", port, is_master=False), lib.library()
     before = 0.0
@@ -65,15 +75,18 @@ def run(rank: int, port: int, rounds: int) -> None:
         # An abort takes along what has not reached the peer yet, which would wait for it for ever.
         store.set(f"{number} {rank}", "joined")
         store.wait([f"{number} 0", f"{number} 1"])
+        if stuck and rank == 0:
+            leave_stuck(nccl, comm)
         nccl.ncclCommAbort(comm)
         if number == WARM - 1:
             before = resident()
     grown = resident() - before
-    print(f"rank {rank}: {grown:.1f} MiB in {rounds}, {grown / rounds:.2f} each", flush=True)
+    how = "aborted in a broadcast" if stuck else "aborted"
+    print(f"rank {rank}, {how}: {grown:.1f} MiB in {rounds}, {grown / rounds:.2f} each", flush=True)
 
 
-def main() -> int:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 40
+def both(rounds: int, stuck: bool) -> int:
+    """Run the two ranks to their end."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = []
     for rank in (0, 1):
@@ -81,14 +94,19 @@ def main() -> int:
         if "NCCL_HOSTID" in environment:
             environment["NCCL_HOSTID"] += f"-{rank}"
         environment.pop("CUDA_VISIBLE_DEVICES", None)
-        command = [sys.executable, "-W", "ignore", __file__]
-        arguments = [*command, str(rounds), str(rank), str(store.port)]
-        ranks.append(subprocess.Popen(arguments, env=environment))
+        command = [sys.executable, "-W", "ignore", __file__, str(rounds), str(rank)]
+        command += [str(store.port), str(int(stuck))]
+        ranks.append(subprocess.Popen(command, env=environment))
     return max(rank.wait() for rank in ranks)
 
 
+def main() -> int:
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 40
+    return both(rounds, False) or both(rounds, True)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) == 4:
-        run(int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[1]))
+    if len(sys.argv) == 5:
+        run(int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[1]), sys.argv[4] == "1")
     else:
         sys.exit(main())

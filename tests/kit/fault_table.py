@@ -64,6 +64,14 @@ PHASES = (
     Phase("resume", "resume", "/resume"),
 )
 
+ASKED_AT_ONCE = (
+    "connect: /version",
+    "connect: /get_world_size",
+    "connect: /server_info",
+    "begin: /is_paused",  # with /weight_info
+)
+"""Where a server that is gone is noticed by one of several calls, whichever comes first."""
+
 HTTP = ("500", "404", "HTML page", "garbage", "closed", "never", "slow")
 """How the server answers. Where it is ``garbage``, ``closed`` or ``slow`` it has done what it was
 asked; else it has not."""
@@ -149,7 +157,7 @@ OLD = Outcome(weights="old")
 MIXTURE = Outcome(weights="mixture", paused=True, marked=True)
 _HTTP_ERRORS = {
     "500": (ServerRefused, "{path}: 500 made to fail"),
-    "404": (IncompatibleServer, "has no {path} (404): start it with"),
+    "404": (IncompatibleServer, "has no {path} (404): "),
     "HTML page": (IncompatibleServer, "{path}: answered 200 with text/html, not a JSON object"),
     "garbage": (IncompatibleServer, "{path}: answered 200 with application/json, not a JSON"),
     "closed": (ServerUnreachable, "{path}: Remote end closed connection without response"),
@@ -235,8 +243,8 @@ def _of_process(phase: Phase, kind: str) -> Outcome:
     noticed = (
         replace(phase, path="/reset_prefix_cache") if phase.name == "update: answer" else phase
     )
-    if phase.name == "begin: /is_paused":
-        noticed = replace(phase, path="")  # /weight_info is asked at once with it
+    if phase.name in ASKED_AT_ONCE:
+        noticed = replace(phase, path="")
     if kind == "server killed":
         return _raises(Outcome(weights="dead"), *_HTTP_ERRORS["closed"], noticed)
     says = _HTTP_ERRORS["never"][1]

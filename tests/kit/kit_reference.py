@@ -59,7 +59,21 @@ class ReferenceServer:
     log: Path = field(default=Path(os.devnull))
 
     def start(self) -> None:
-        """Start it, on the port it had before if it had one, and wait until its workers answer."""
+        """Start it, on the port it had before if it had one, and wait until its workers answer.
+
+        Some connection of another test may have got that port meanwhile: it is waited for.
+        """
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return self._start()
+            except AssertionError as error:
+                if "Address already in use" not in str(error) or time.monotonic() > deadline:
+                    raise
+                self.log.write_text("")
+                time.sleep(0.5)
+
+    def _start(self) -> None:
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, str(self.port), str(self.workers), DEVICE],
