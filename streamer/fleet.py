@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -232,12 +233,11 @@ class Fleet:
 
     def close(self) -> None:
         """Leave the servers, and drop connections and threads."""
-        try:
-            self.leave()
-        finally:
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._callers.close)
             for driver in self.drivers:
-                driver.close()
-            self._callers.close()
+                ends.callback(driver.close)
+            self.leave()
 
 
 def _leave(driver: Driver, *, left: set[str]) -> None:
