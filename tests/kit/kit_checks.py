@@ -108,7 +108,7 @@ def leaks() -> Callable[[], dict[str, int]]:
 @pytest.fixture
 def no_threads_left(eventually: Callable[..., None]) -> Iterator[None]:
     """None of our threads outlives the test."""
-    assert our_threads() == []
+    eventually(lambda: our_threads() == [])  # of the test before, on a busy machine
     yield
     with contextlib.suppress(AssertionError):
         eventually(lambda: not our_threads(), 10)

@@ -100,8 +100,8 @@ class TestTheSameWeights:
 def test_a_wait_that_the_hub_asks_for_is_no_standstill(hub, model, open_hub, server, no_cache):
     source = open_hub("org/name", no_cache=no_cache)
     digest = hashlib.sha256(model.files[model.weights[1]]).hexdigest()
-    hub.fault(lambda each: digest in each.path, status=429, headers={"Retry-After": "5"})
-    report = streamer.push(source, server.url, timeouts=streamer.Timeouts(20, 1.5), force=True)
+    hub.fault(lambda each: digest in each.path, status=429, headers={"Retry-After": "9"})
+    report = streamer.push(source, server.url, timeouts=streamer.Timeouts(20, 3), force=True)
     assert report.seconds.update > 5
     assert holds(server, model)
 
