@@ -9,18 +9,21 @@ import contextlib
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import streamer
+from streamer import session as session_module
 from streamer.doctor import examine
 from streamer.drivers.mark import INCOMPLETE
 from streamer.events import ChunkSent
 from streamer.options import Options
+from streamer.receiver import OCCUPIED
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -198,6 +201,49 @@ def test_trainer_dies_midway(server, checkpoints, from_disk, how):
             check_repaired_by_push(server, checkpoints, from_disk)
         finally:
             trainer.kill()
+
+
+class Meanwhile(streamer.WeightSource):
+    """Another source, in the middle of which ``then`` begins on a thread; slow while that runs."""
+
+    def __init__(self, inner: streamer.WeightSource, then: Callable[[], object]) -> None:
+        self._inner = inner
+        self.thread = threading.Thread(target=then, daemon=True)
+
+    def specs(self) -> Sequence[streamer.TensorSpec]:
+        return self._inner.specs()
+
+    def __iter__(self) -> Iterator[tuple[str, streamer.Payload]]:
+        middle = len(self.specs()) // 2
+        for index, pair in enumerate(self._inner):
+            if index == middle:
+                self.thread.start()
+            if index >= middle and self.thread.is_alive():
+                time.sleep(1)  # vLLM asks the trainer, between two calls, for two seconds
+            yield pair
+
+
+def test_who_comes_in_the_middle_of_a_sync_is_not_let_in(
+    server, checkpoints, from_disk, b, monkeypatch
+):
+    plain = session_module.make_plan
+    monkeypatch.setattr(
+        session_module, "make_plan", lambda *a, **k: plain(*a, **k, call_size=BUFFER_SIZE)
+    )
+    refused: list[streamer.StreamerError] = []
+
+    def second() -> None:
+        try:
+            streamer.push(checkpoints["a"], to=server.url, buffer_size=BUFFER_SIZE)
+        except streamer.StreamerError as error:
+            refused.append(error)
+
+    source = Meanwhile(b, second)
+    streamer.push(source, to=server.url, buffer_size=BUFFER_SIZE, weight_version="first")
+    source.thread.join(60)
+    assert [type(error) for error in refused] == [streamer.ServerRefused]
+    assert OCCUPIED in str(refused[0])
+    check_serves(server, from_disk["b"], "first")
 
 
 def test_refused_before_the_server_is_touched(server, from_disk, b):

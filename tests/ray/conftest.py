@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import ray
 
+from kit_sources import checksums_of
+
 os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
@@ -32,3 +34,15 @@ def start_actor(cluster: None) -> Iterator[Callable[..., Any]]:
     yield start
     for actor in started:
         ray.kill(actor)
+
+
+@pytest.fixture
+def holds() -> Callable[[Any, Any], bool]:
+    """Whether all workers of an actor hold these tensors. Not in the modules of tests, which actors
+    import as well, where there is no kit."""
+
+    def check(actor: Any, tensors: Any) -> bool:
+        expected = checksums_of(tensors)
+        return all(sums == expected for sums in ray.get(actor.checksums.remote()))
+
+    return check

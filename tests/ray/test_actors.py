@@ -14,7 +14,6 @@ import ray
 import torch
 
 import streamer
-from kit_sources import checksums_of
 from streamer import (
     DeadlineExceeded,
     Engine,
@@ -64,15 +63,6 @@ class Actor(LocalEngine):
 
 def on_cpu(*actors):
     return [Engine(actor, device="cpu") for actor in actors]
-
-
-@pytest.fixture
-def holds():
-    def check(actor, tensors):
-        expected = checksums_of(tensors)
-        return all(sums == expected for sums in ray.get(actor.checksums.remote()))
-
-    return check
 
 
 def state(actor):
