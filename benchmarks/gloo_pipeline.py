@@ -34,6 +34,7 @@ from streamer.bench.checkpoint import write_checkpoint
 from streamer.bench.machine import describe_machine, describe_versions
 from streamer.cli._output import draw_table
 from streamer.cli._reference import reference_server
+from streamer.defaults import DEFAULT_THREADS
 from streamer.payloads import as_memoryview
 
 MIB = 1 << 20
@@ -113,7 +114,9 @@ def main() -> None:
     parser.add_argument(
         "--buffer-size", type=int, nargs="*", default=[64, 256], help="MiB, of ours"
     )
-    parser.add_argument("--threads", type=int, nargs="*", default=[16], help="readers, of ours")
+    parser.add_argument(
+        "--threads", type=int, nargs="*", default=[DEFAULT_THREADS], help="readers, of ours"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--receive", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -26,6 +26,7 @@ import streamer
 from streamer.bench.machine import describe_machine, describe_versions
 from streamer.bench.read import Reading
 from streamer.cli._output import draw_table
+from streamer.defaults import DEFAULT_THREADS
 from streamer.plan import Plan, make_plan
 from streamer.source import TensorSpec, checked
 
@@ -82,7 +83,7 @@ def small(count: int, repeats: int, device: torch.device) -> dict[str, Spent]:
     target = torch.empty_like(memory)
     source = streamer.open_source(tensors)
     specs = list(source.specs())
-    reading = Reading(source, device, 16, sample=memory.nbytes)
+    reading = Reading(source, device, DEFAULT_THREADS, sample=memory.nbytes)
 
     def copy() -> None:
         target.copy_(memory)
