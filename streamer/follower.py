@@ -24,6 +24,11 @@ from streamer.report import Report, Seconds, ServerReport
 from streamer.source import TensorSpec, WeightSource, checked, specs_of
 from streamer.timeouts import Clock
 
+WITHDRAW_SECONDS = 5.0
+"""How long a rank that gives up waits to hear whether rank 0 still believes that it is well. Rank 0
+writes what it decides as soon as it has read how all are; if it comes later it reads the failure.
+"""
+
 
 def follow(
     source: WeightSource,
@@ -78,6 +83,7 @@ class Follower:
         self._step = 0
         self._asking = False
         self._over = False
+        self._late: BaseException | None = None
 
     def join(self) -> None:
         """Wait for rank 0 to begin a push that this rank was not in yet.
@@ -89,13 +95,12 @@ class Follower:
         patience = self._clock.connect
         try:
             for _ in polls(patience, self._check):
-                lead = newest_lead(self._ranks)
-                if lead.get("push", 0) > last and lead["step"] == 0 and "go" in lead:
-                    self._push = lead["push"]
+                if self._has_begun(last):
                     return
         except BaseException as error:
-            self._push = 1 + max(last, newest_lead(self._ranks).get("push", 0))
             with noted(error):
+                if not self._has_begun(last):
+                    self._push = 1 + max(last, self._push)
                 self.fail(error)
             raise
         self._clock.check()  # the whole push may have had less time than this step
@@ -105,25 +110,53 @@ class Follower:
             0,
         )
 
+    def _has_begun(self, last: int) -> bool:
+        lead = newest_lead(self._ranks)
+        self._push = lead.get("push", 0)
+        return self._push > last and lead["step"] == 0 and "go" in lead
+
     def agree(self) -> dict[str, Any]:
         """Say that this rank is well, and wait for what rank 0 says to that.
 
         It has the time of three of its own steps and a connection: what it waits for meanwhile are
         servers, and the other ranks. Raises `RankError` if it says that a rank has failed.
+
+        Where this rank gives up while it waits, rank 0 may have read already that it is well, and
+        may be in the next collective: then that is returned, and the next step raises.
         """
+        if self._late is not None:
+            raise self._late
         self._step += 1
         self._asking = True
         self._write({})
         patience = self._clock.connect + 3 * self._clock.progress
-        for _ in polls(patience, self._check):
-            if (go := self._answer()) is not None:
-                return go
-        error = RankError(f"rank 0 did not go on within {patience:g} s", 0)
-        self._write(failure(error, self._ranks.rank))
-        if (go := self._answer()) is not None:  # it had just read that this rank is well
+        try:
+            for _ in polls(patience, self._check):
+                if (go := self._answer()) is not None:
+                    return go
+            raise RankError(f"rank 0 did not go on within {patience:g} s", 0)
+        except BaseException as error:
+            if self._over:  # rank 0 has said so
+                raise
+            if (go := self._withdraw(error)) is None:
+                raise
+            self._late = error
             return go
+
+    def _withdraw(self, error: BaseException) -> dict[str, Any] | None:
+        """Say that this rank is not well after all: None, unless rank 0 has gone on by then."""
+        with noted(error):
+            self._write(failure(error, self._ranks.rank))
+            for _ in polls(WITHDRAW_SECONDS, lambda: None):
+                try:
+                    if (go := self._answer()) is not None:
+                        return go
+                except RankError:
+                    if not self._over:
+                        raise
+                    break  # it has read this, or knows of another failure
         self._over = True
-        raise error
+        return None
 
     def _answer(self) -> dict[str, Any] | None:
         lead = self._ranks.read(lead_key(self._push, self._step))

@@ -213,7 +213,7 @@ class Leader:
             ]
             missing = [rank for rank in said if rank not in here]
             failed = [said[rank] for rank in here if "failed" in said[rank]]
-            if not missing:
+            if not missing or (failed and self._step > 1):
                 break
         if failed:
             raise told(failed[0])

@@ -6,6 +6,7 @@ With the last RANK, that one gives the second push up in the middle. Saves how e
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import json
 import sys
 import time
@@ -20,6 +21,7 @@ from streamer.integrations.lockstep import Lockstep
 
 
 def main(url: str, rank: str, store: str, gives_up: str = "") -> None:
+    faulthandler.dump_traceback_later(50, exit=True)  # a rank that hangs says where, and ends
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)
     shards = [torch.full((500,), float(10 * index + int(rank))) for index in range(12)]

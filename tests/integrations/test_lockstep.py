@@ -34,6 +34,7 @@ def run(url, store, *arguments, meanwhile=lambda: None):
     finally:
         for rank in ranks:
             rank.kill()
+            rank.communicate()
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)[-4000:]
     return [json.loads(Path(f"{store}.{rank}").read_text()) for rank in range(2)]
 
