@@ -121,7 +121,8 @@ class ChunkStream:
         if not (wait(0) if self._handover.late_reads else self._patiently(wait)):
             self._handover.late_reads = True
             what = _range(staged.chunk)
-            self._handover.fail(SourceError(f"{what}: not read within {self._progress:g} s"))
+            late = f"{what}: not read within {self._progress:g} s"
+            self._handover.fail(DeadlineExceeded(late))
         self._see_reads(staged)
 
     def _see_reads(self, staged: Staged) -> None:

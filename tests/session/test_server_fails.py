@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
 import streamer
 from kit_checks import all_told, both_modes
@@ -185,6 +186,13 @@ def test_a_push_has_a_limit(session, server, push, make_source):
     server.heal()
     push(one, [server], weights(2))
     assert JOIN not in server.calls
+
+
+def test_the_limit_is_told_where_a_read_was_waited_for(server, make_source, deferred):
+    slow = deferred(torch.zeros(5), lambda start, stop: time.sleep(3))
+    source = make_source({"a": slow})
+    with pytest.raises(DeadlineExceeded, match=r"^the push took longer than its limit of 1 s;"):
+        streamer.push(source, server.url, timeouts=Timeouts(total=1))
 
 
 @pytest.mark.parametrize(
