@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import os
 import re
 import ssl
@@ -14,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from streamer import descriptors
+from streamer.drivers.bodies import decode, encode, read, refusal
 from streamer.drivers.connection import (
     MAX_ANSWER,
     AnswerTooLong,
@@ -37,8 +37,6 @@ HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _MAX_TEXT = 500
 _NOT_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST"})
 """What OpenSSL says, by its release, where plain HTTP answers."""
-_MAX_VALUES = 500_000
-"""As many checksums as there is room for. Ten million empty lists would take 20 s and 2 GB."""
 
 
 def normalize_url(url: str) -> str:
@@ -133,7 +131,7 @@ class HttpClient:
         """A call that has been sent, as what waits for its answer."""
         route = path.partition("?")[0]
         what = f"{method} {self.url}{route}"
-        content = None if body is None else _encoded(what, body)
+        content = None if body is None else encode(what, body)
         headers = self._headers
         if content is not None:
             headers = {**headers, "Content-Type": "application/json"}
@@ -172,7 +170,7 @@ class HttpClient:
         """Status, headers and body of the answer."""
         with self._named(what, call):
             with connection.getresponse() as response:
-                answer = _read(response)
+                answer = read(response)
             if call.ended:  # a broken connection may look like the end of the answer
                 raise ConnectionError(call.ended)
         return response.status, response.headers, answer
@@ -210,10 +208,10 @@ class HttpClient:
                 f"{what}: redirected to {self._quoted(target)}; give that URL instead"
             )
         if status >= 400:
-            text = self._quoted(_text(content, self._secrets.hide_in_shown))
+            text = self._quoted(refusal(content, self._secrets.hide_in_shown))
             raise ServerRefused(f"{what}: {status} {text}{self._key(status)}", status, path)
         if 200 <= status < 300:
-            value = _json(content, self._secrets.hide_in_answer) if content.strip() else {}
+            value = decode(content, self._secrets.hide_in_answer) if content.strip() else {}
             if isinstance(value, dict):
                 return value
         kind = self._quoted(headers.get("content-type", "no content type"))
@@ -254,53 +252,6 @@ def _check_headers(headers: Mapping[str, str]) -> None:
             raise UsageError(
                 f"header {name}: only printable ASCII can be sent, without blanks around it"
             )
-
-
-def _read(response: http.client.HTTPResponse) -> bytes:
-    content = bytearray()
-    while piece := response.read(1 << 16):  # room for all that is announced may not be there
-        content += piece
-    if response.length:
-        raise http.client.IncompleteRead(bytes(content), response.length)
-    return bytes(content)
-
-
-def _encoded(what: str, body: Mapping[str, Any]) -> bytes:
-    """``body`` as JSON. Raises `UsageError` for a text that is not Unicode: a server that takes it
-    may never answer again."""
-    content = json.dumps(body)
-    if "\\ud" in content:  # a pair of surrogates, or one alone
-        try:
-            json.dumps(body, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise UsageError(f"{what}: a text in it has half a character (a surrogate)") from None
-    return content.encode()
-
-
-def _json(content: bytes, change: Callable[[Any], Any]) -> Any:
-    """The value of a JSON text, ``change``d; None for what is no JSON, or nested too deeply, or of
-    more than `_MAX_VALUES`."""
-    if sum(map(content.count, (b",", b"[", b"{"))) > _MAX_VALUES:
-        return None
-    try:
-        return change(json.loads(content))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _text(content: bytes, change: Callable[[Any], Any]) -> str:
-    """What the body of a refusal says, its JSON ``change``d: as text it is escaped."""
-    text = content.decode(errors="replace")
-    if "<html" in text[:500].lower():
-        return "(an HTML page)"
-    value = _json(content, change)
-    if value is None:
-        return text
-    text = str(value)
-    while isinstance(value, dict):
-        value = value.get("error") or value.get("message") or value.get("detail")
-        text = str(value) if value else text
-    return text
 
 
 def _cause(error: BaseException) -> str:

@@ -141,7 +141,8 @@ def test_a_base_is_anything(
 
 def test_what_the_adapter_leaves_alone_stays_in_its_file(make_llama: Any, saved: Saved) -> None:
     base, adapter, _ = saved(make_llama(), target_modules=["q_proj"], modules_to_save=["lm_head"])
-    payloads = dict(streamer.open_source(f"peft://{adapter}?base={base}"))
+    with closing(streamer.open_source(f"peft://{adapter}?base={base}")) as source:
+        payloads = dict(source)
     merged = {name for name, payload in payloads.items() if isinstance(payload, torch.Tensor)}
     assert merged == {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)}
     assert all(
@@ -175,17 +176,17 @@ def test_a_head_that_was_tied_is_warned_of(
     base, adapter, _ = saved(
         make_llama(tied=True), target_modules=["q_proj"], modules_to_save=["lm_head"]
     )
-    source = streamer.open_source(f"peft://{adapter}?base={base}")
-    assert source.specs()[-1].name == "lm_head.weight"
+    with closing(streamer.open_source(f"peft://{adapter}?base={base}")) as source:
+        assert source.specs()[-1].name == "lm_head.weight"
     assert "adds lm_head.weight to the base (a server with tied" in caplog.text
 
 
 def test_a_file_that_changes_is_told(make_llama: Any, saved: Saved) -> None:
     base, adapter, _ = saved(make_llama(), target_modules=["q_proj"])
-    source = streamer.open_source(f"peft://{adapter}?base={base}")
-    os.utime(adapter / "adapter_model.safetensors", ns=(0, 0))
-    with pytest.raises(SourceError, match="was rewritten in place"):
-        list(source)
+    with closing(streamer.open_source(f"peft://{adapter}?base={base}")) as source:
+        os.utime(adapter / "adapter_model.safetensors", ns=(0, 0))
+        with pytest.raises(SourceError, match="was rewritten in place"):
+            list(source)
 
 
 # What is refused, shown with adapters written by hand
