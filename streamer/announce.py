@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from streamer.exceptions import RankError
 from streamer.follower import Follower
-from streamer.ranks import Leader, Ranks, is_leading, noted, several_ranks
+from streamer.leader import Leader, is_leading
+from streamer.ranks import Ranks, noted, several_ranks
 from streamer.source import TensorSpec, WeightSource
 from streamer.timeouts import Clock, Timeouts
 
@@ -37,7 +38,7 @@ def _tell(error: Exception) -> None:
     clock = Clock(Timeouts(connect=_PATIENCE))
     if nothing.ranks.sends:
         with Leader(nothing, clock) as leader:
-            leader.fail(error)
+            leader.refuse(error)
         return
     follower = Follower(nothing.ranks, clock, clock.check)
     # Rank 0 may not come: it fails as well, or this source needed no others.

@@ -16,6 +16,7 @@ from streamer.ranks import (
     lead_key,
     newest_lead,
     noted,
+    number,
     polls,
     rank_key,
     told,
@@ -46,6 +47,7 @@ def follow(
     follower.join()
     made, ended = 0, False
     try:
+        follower.agree()
         mine = specs_of(source)
         agreed = follower.agree()
         _compare(mine, agreed["specs"])
@@ -64,10 +66,12 @@ def follow(
             next(payloads, None)
         return _report(follower.agree()["report"])
     except BaseException as error:
-        with noted(error):
-            source.catch_up(None if ended else made)
-        with noted(error):
-            follower.fail(error)
+        try:
+            with noted(error):
+                source.catch_up(None if ended else made)
+        finally:
+            with noted(error):
+                follower.fail(error)
         raise
 
 
@@ -86,34 +90,32 @@ class Follower:
         self._late: BaseException | None = None
 
     def join(self) -> None:
-        """Wait for rank 0 to begin a push that this rank was not in yet.
+        """Wait for rank 0 to begin a push that this rank was not in yet, and raise if it has failed
+        by now.
 
         Where this rank gives up first it says so: rank 0, if it is only late, must not take the
         next push of this rank, with the weights of a later step, for this one.
         """
-        last = self._ranks.read(self._key).get("push", 0)
-        patience = self._clock.connect
+        last, patience = 0, self._clock.timeouts.connect
         try:
-            for _ in polls(patience, self._check):
-                if self._has_begun(last):
+            last = number(self._ranks.read(self._key))
+            for _ in polls(patience, self._look):
+                lead = newest_lead(self._ranks)
+                if number(lead) > last and lead["step"] == 0 and "over" not in lead:
+                    self._push = number(lead)
+                    if "failed" in lead:
+                        raise told(lead)
                     return
         except BaseException as error:
             with noted(error):
-                if not self._has_begun(last):
-                    self._push = 1 + max(last, self._push)
+                self._push = max(number(newest_lead(self._ranks)), last + 1)
                 self.fail(error)
             raise
-        self._clock.check()  # the whole push may have had less time than this step
         raise RankError(
             f"rank 0 did not come within {patience:g} s: every rank of the process group must push "
             "the same source at the same time",
             0,
         )
-
-    def _has_begun(self, last: int) -> bool:
-        lead = newest_lead(self._ranks)
-        self._push = lead.get("push", 0)
-        return self._push > last and lead["step"] == 0 and "go" in lead
 
     def agree(self) -> dict[str, Any]:
         """Say that this rank is well, and wait for what rank 0 says to that.
@@ -126,15 +128,18 @@ class Follower:
         """
         if self._late is not None:
             raise self._late
+        timeouts = self._clock.timeouts
+        patience = timeouts.connect + 3 * timeouts.progress
         self._step += 1
         self._asking = True
-        self._write({})
-        patience = self._clock.connect + 3 * self._clock.progress
         try:
-            for _ in polls(patience, self._check):
+            self._write({})
+            for _ in polls(patience, self._look):
                 if (go := self._answer()) is not None:
                     return go
-            raise RankError(f"rank 0 did not go on within {patience:g} s", 0)
+            raise RankError(
+                f"rank 0 did not go on within {patience:g} s on rank {self._ranks.rank}", 0
+            )
         except BaseException as error:
             if self._over:  # rank 0 has said so
                 raise
@@ -160,7 +165,7 @@ class Follower:
 
     def _answer(self) -> dict[str, Any] | None:
         lead = self._ranks.read(lead_key(self._push, self._step))
-        if lead.get("push", 0) > self._push:
+        if number(lead) > self._push:
             self._over = True
             raise RankError("rank 0 has given this push up, and begun another", 0)
         if (lead.get("push"), lead.get("step")) != (self._push, self._step):
@@ -178,6 +183,10 @@ class Follower:
             self._over = True
             self._step += not self._asking
             self._write(failure(error, self._ranks.rank))
+
+    def _look(self) -> None:
+        self._clock.check()  # the whole push may have less time than this step
+        self._check()
 
     def _write(self, message: Message) -> None:
         self._ranks.write(self._key, {"push": self._push, "step": self._step, **message})

@@ -107,7 +107,6 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def __enter__(self) -> Interrupts:
-        self.check_request()
         self._pending, self.inside = None, True
         if threading.current_thread() is threading.main_thread():
             for number, handlers in _HELD.items():
@@ -124,10 +123,11 @@ class Interrupts:
         self.inside = False
         while self._before:
             signal.signal(*self._before.popitem())
-        if self._pending is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
         try:
-            signal.raise_signal(self._pending)
+            signal.raise_signal(pending)
         except BaseException as ended:
             # What is raised now hides the error, which says what the servers hold.
             held = error.held if isinstance(error, StreamerError) else {}

@@ -32,9 +32,10 @@ from streamer.fleet import Fleet
 from streamer.follower import follow
 from streamer.held import Held
 from streamer.interrupts import Interrupts
+from streamer.leader import Leader
 from streamer.options import ConnectOptions, Options
 from streamer.plan import Plan, make_plan
-from streamer.ranks import Leader, several_ranks
+from streamer.ranks import several_ranks
 from streamer.registry import default_registry, open_source
 from streamer.report import Report, Stopwatch
 from streamer.source import WeightSource, close_source, ranks_of, specs_of
@@ -157,15 +158,21 @@ class Session:
     def _lead(
         self, source: WeightSource, weight_version: str | None, force: bool, watch: Stopwatch
     ) -> Report:
-        with Leader(source, self._clock) as leader:
-            with self._options.trace.span("plan"):
+        with Leader(source, self._clock, self._interrupts.check) as leader:
+            with leader.holding(self._interrupts), self._options.trace.span("plan"):
+                if not self._fleet.drivers:
+                    raise UsageError(
+                        "this process sends, and needs a server: give its URL, not None"
+                    )
+                leader.meet()
                 plan = self._plan(source)
                 leader.begin(plan)
             watch.lap("open")
             sync = Sync(self._fleet, plan, leader, self._clock, self._interrupts, self._tell)
             report = sync.run(source, weight_version, force, watch)
             try:
-                leader.finish(report)
+                with leader.holding(self._interrupts):
+                    leader.finish(report)
             except StreamerError as error:
                 holds = Held("holds the new weights, and answers with them")
                 error.held = dict.fromkeys(self._fleet.urls, holds)
@@ -173,8 +180,6 @@ class Session:
             return report
 
     def _plan(self, source: WeightSource) -> Plan:
-        if not self._fleet.drivers:
-            raise UsageError("this process sends, and needs a server: give its URL, not None")
         specs = specs_of(source)
         if not specs:
             raise SourceError("the source has no tensors: nothing to send")

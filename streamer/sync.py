@@ -11,8 +11,8 @@ from streamer.drivers.mark import check_weight_version
 from streamer.events import ChunkSent, Event, SyncStarted
 from streamer.fleet import Fleet
 from streamer.interrupts import Interrupts
+from streamer.leader import Leader
 from streamer.plan import Plan
-from streamer.ranks import Leader
 from streamer.report import Report, ServerReport, Stopwatch, make_report
 from streamer.source import WeightSource, checked, version_of
 from streamer.timeouts import Clock
@@ -67,6 +67,7 @@ class Sync:
         plan = self._plan
         self._tell(SyncStarted(plan.tensors, plan.nbytes, len(plan.chunks), fleet.urls))
         assert fleet.group is not None
+        interrupts.check_request()
         with interrupts, fleet.group.syncing():
             try:
                 self._update(source, version)
@@ -75,8 +76,10 @@ class Sync:
                 fleet.each(lambda driver: driver.commit(version, sent), to_the_end=True)
             except BaseException as error:
                 told = self._clock.told(error)
-                self._leader.fail(told)
-                fleet.give_up(told)
+                try:
+                    self._leader.fail(told)
+                finally:
+                    fleet.give_up(told)
                 if told is not error:
                     raise told from error
                 raise

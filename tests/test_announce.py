@@ -9,7 +9,8 @@ from kit_sources import Shards
 from streamer import RankError, SourceError, Timeouts, announce
 from streamer.announce import announced
 from streamer.follower import follow
-from streamer.ranks import Leader, Ranks, newest_lead
+from streamer.leader import Leader
+from streamer.ranks import Ranks, newest_lead
 from streamer.timeouts import Clock
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 
@@ -11,11 +10,12 @@ import torch
 from torch.distributed import HashStore
 
 from kit_sources import Shards
-from streamer import DeadlineExceeded, RankError, TensorSpec, Timeouts, WeightSource
+from streamer import DeadlineExceeded, RankError, TensorSpec, Timeouts
 from streamer.exceptions import PushCancelled
 from streamer.follower import follow
+from streamer.leader import Leader
 from streamer.plan import make_plan
-from streamer.ranks import Leader, Ranks, newest_lead
+from streamer.ranks import Ranks, newest_lead
 from streamer.report import Report, Seconds
 from streamer.timeouts import Clock
 
@@ -32,6 +32,7 @@ def clock():
 def lead(source):
     with Leader(source, clock()) as leader:
         plan = make_plan(SPECS)
+        leader.meet()
         leader.begin(plan)
         leader.check()
         for _ in leader.within(iter([torch.zeros(2), None])):
@@ -126,115 +127,7 @@ def test_a_push_without_time_to_wait_for_the_other_rank_says_so(ranks, rank):
 
     def lead():
         with Leader(ranks[0], short) as leader:
-            leader.begin(make_plan(SPECS))
+            leader.meet()
 
     with pytest.raises(DeadlineExceeded, match=r"^the push took longer than its limit of 0\.2 s$"):
         follow(ranks[1], short, lambda: None) if rank == 1 else lead()
-
-
-def test_a_rank_that_gives_up_once_rank_0_has_read_that_it_is_well_makes_that_chunk(ranks):
-    """Rank 0 is about to write that all go on: it would wait in the collective for ever."""
-    zero, one = ranks
-    deciding = threading.Event()
-    write = zero.ranks.write
-
-    def decide(key, message):
-        if "go" in message and message["step"] == 2:
-            deciding.set()
-            while "failed" not in zero.ranks.read("rank1"):
-                time.sleep(0.001)
-        write(key, message)
-
-    zero.ranks.write = decide
-    thread, failures = beside(lead, zero)
-    with pytest.raises(PushCancelled):
-        follow(one, clock(), lambda: deciding.is_set() and cancelled())
-    thread.join(5)
-    assert "rank 1 failed: PushCancelled" in str(failures)
-    assert one.passes == 1
-
-
-class Collective(WeightSource):
-    """Eight tensors, each of which takes all ranks at once."""
-
-    def __init__(self, ranks, barrier):
-        self.ranks = ranks
-        self._barrier = barrier
-        self._steps = iter(())
-
-    def specs(self):
-        return [TensorSpec(f"t{index}", torch.float32, (2,)) for index in range(8)]
-
-    def __iter__(self):
-        self._made = 0
-        self._steps = self._produce()
-        return self._steps
-
-    def _produce(self):
-        for spec in self.specs():
-            self._barrier.wait(10)
-            self._made += 1
-            yield spec.name, torch.zeros(2)
-
-    def catch_up(self, stop):
-        while self._made < (8 if stop is None else stop):
-            next(self._steps)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_whoever_gives_up_whenever_no_rank_is_left_in_a_collective(seed):
-    """Rank 0 may have read that the one that gives up is well, and be in the next collective."""
-    chance = random.Random(seed)
-    store, barrier = HashStore(), threading.Barrier(3)
-    ranks = [Collective(Ranks(store, rank, 3), barrier) for rank in range(3)]
-    ended = [[], [], []]
-
-    def giving_up(after):
-        until = time.monotonic() + after
-
-        def check():
-            if time.monotonic() > until:
-                cancelled()
-
-        return check
-
-    def push(rank, after):
-        source, check = ranks[rank], giving_up(after)
-        if rank > 0:
-            return follow(source, clock(), check)
-        with Leader(source, clock()) as leader:
-            plan = make_plan(source.specs(), buffer_size=16)
-            leader.begin(plan)
-            payloads = leader.within(iter(source))
-            for chunk in plan.chunks:
-                check()
-                leader.check()
-                for _ in chunk.specs:
-                    next(payloads)
-            next(payloads, None)
-            leader.finish(REPORT)
-        return REPORT
-
-    def run(rank, patience):
-        for after in patience:
-            try:
-                ended[rank].append(push(rank, after))
-            except (RankError, PushCancelled) as error:
-                ended[rank].append(error)
-            except BaseException as error:
-                ended[rank].append(error)
-                raise
-
-    # In each push one of them gives up, within the time that a push takes; in the last one none.
-    patience = [[5.0] * 9 for _ in ranks]
-    for number in range(8):
-        patience[chance.randrange(3)][number] = chance.uniform(0, 0.02)
-    threads = [beside(run, rank, patience[rank]) for rank in range(3)]
-    for thread, failures in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-        assert not failures
-    assert not barrier.broken
-    for outcomes in zip(*ended, strict=True):
-        assert len({isinstance(outcome, Report) for outcome in outcomes}) == 1
-    assert [outcomes[-1] for outcomes in ended] == [REPORT] * 3

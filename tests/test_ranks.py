@@ -10,7 +10,8 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from streamer import RankError, Ranks, Timeouts
-from streamer.ranks import Leader, rank_key
+from streamer.leader import Leader
+from streamer.ranks import rank_key
 from streamer.timeouts import Clock
 
 STORES: dict[str, Callable[[Path], Any]] = {

@@ -189,10 +189,10 @@ def test_a_push_has_a_limit(session, server, push, make_source):
 
 
 def test_the_limit_is_told_where_a_read_was_waited_for(server, make_source, deferred):
-    slow = deferred(torch.zeros(5), lambda start, stop: time.sleep(3))
+    slow = deferred(torch.zeros(5), lambda start, stop: time.sleep(6))
     source = make_source({"a": slow})
-    with pytest.raises(DeadlineExceeded, match=r"^the push took longer than its limit of 1 s;"):
-        streamer.push(source, server.url, timeouts=Timeouts(total=1))
+    with pytest.raises(DeadlineExceeded, match=r"^the push took longer than its limit of 3 s;"):
+        streamer.push(source, server.url, timeouts=Timeouts(total=3))
 
 
 @pytest.mark.parametrize(
@@ -202,11 +202,11 @@ def test_the_limit_is_told_where_a_read_was_waited_for(server, make_source, defe
 )  # fmt: skip
 def test_the_limit_is_told_whatever_waited_when_it_ran_out(server, where):
     """And nobody is blamed, where nothing was wrong but the time."""
-    server.fail(where, 0, delay=3)
-    options = {"timeouts": Timeouts(total=1), "weight_version": "after"}
+    server.fail(where, 0, delay=6)
+    options = {"timeouts": Timeouts(total=3), "weight_version": "after"}
     with pytest.raises(DeadlineExceeded) as caught:
         streamer.push(weights(1), server.url, **options)
-    assert caught.value.args == ("the push took longer than its limit of 1 s",)
+    assert caught.value.args == ("the push took longer than its limit of 3 s",)
     began = where not in ("/version", "/init_weight_transfer_engine")
     assert (server.url in caught.value.held) is began
     assert isinstance(caught.value.__cause__, DeadlineExceeded)

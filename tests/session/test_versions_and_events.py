@@ -14,7 +14,7 @@ from kit_session import UPDATE, weights
 from streamer import RankError, ServerRefused, StreamerError, hookimpl, registry
 from streamer.drivers.mark import INCOMPLETE
 from streamer.events import ChunkSent, SyncFailed, SyncFinished, SyncStarted
-from streamer.ranks import Leader
+from streamer.leader import Leader
 from streamer.registry import Registry
 
 pytestmark = pytest.mark.timeout(120)
