@@ -40,7 +40,7 @@ def _tell(error: Exception) -> None:
         with Leader(nothing, clock) as leader:
             leader.refuse(error)
         return
-    follower = Follower(nothing.ranks, clock, clock.check)
+    follower = Follower(nothing.ranks, clock)
     # Rank 0 may not come: it fails as well, or this source needed no others.
     with contextlib.suppress(RankError):
         follower.join()

@@ -78,7 +78,9 @@ def follow(
 class Follower:
     """What a rank that does not send says to rank 0, and hears from it, in one push."""
 
-    def __init__(self, ranks: Ranks, clock: Clock, check: Callable[[], None]) -> None:
+    def __init__(
+        self, ranks: Ranks, clock: Clock, check: Callable[[], None] = lambda: None
+    ) -> None:
         self._ranks = ranks
         self._clock = clock
         self._check = check

@@ -113,6 +113,7 @@ def newest_lead(ranks: Ranks) -> Message:
 
 
 def number(message: Message) -> int:
+    """Of which push a message is, from 1 on; 0 where nothing has been written yet."""
     return int(message.get("push", 0))
 
 
