@@ -72,11 +72,9 @@ What NCCL makes different:
   trainer waits for the workers before it begins, if they have our engine.
 - NCCL's own monitor (RAS) keeps a connection for each server that was there. It is off here, with
   `NCCL_RAS_ENABLE=0`.
-- Of 200 syncs in a row, a fault in every tenth, the last verifies; threads, descriptors and keys of
-  trainer, server and worker do not grow. Their memory grows where NCCL joins anew, which it does in
-  twelve of 120 syncs: by 14 MiB over NVLink; over the network by some MiB, and one or two steps of
-  32 MiB. NCCL alone takes such a step too, in some runs of 40 joins (`tests/gpu/growth.py`); that
-  all of it is NCCL's is not proven. Over Gloo it stays as it is.
+- Of 200 syncs in a row, a fault in every tenth, the last verifies; threads, descriptors, keys and
+  memory of trainer, server and worker do not grow. That takes `MALLOC_MMAP_THRESHOLD_=131072`, as
+  [here](gpus.md#memory-and-speed); so does NCCL alone (`tests/gpu/growth.py`).
 
 Written by `python scripts/fault_table.py faults.xml GPUS COMMIT`, from the part `faults` of
 `tests/gpu/run.sh`. All of it held between two H200s at 1242cd5. The last run:

@@ -23,6 +23,9 @@ they are caught, with ``from``.
 
 from __future__ import annotations
 
+import contextlib
+import traceback
+
 from streamer.held import Held
 
 
@@ -128,3 +131,24 @@ def plain(text: str) -> str:
     if line.isprintable():
         return line
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
+
+
+def forget_locals(error: BaseException) -> None:
+    """Clear the variables of our frames that ``error``, its causes and contexts came through.
+
+    Whoever keeps the error would keep staging memory with it, and borrowed tensors; so would the
+    cycle of an error and a frame that names it, until the next garbage collection. Frames of others
+    stay as they are, for a debugger; so do those that still run.
+    """
+    seen: set[int] = set()
+    errors: list[BaseException | None] = [error]
+    while errors:
+        current = errors.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        errors += [current.__cause__, current.__context__]
+        for frame, _ in traceback.walk_tb(current.__traceback__):
+            if frame.f_globals.get("__name__", "").startswith("streamer."):
+                with contextlib.suppress(RuntimeError):  # it runs
+                    frame.clear()

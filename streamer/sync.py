@@ -9,6 +9,7 @@ from collections.abc import Callable
 from streamer.drivers.factory import refuse_one_twice
 from streamer.drivers.mark import check_weight_version
 from streamer.events import ChunkSent, Event, SyncStarted
+from streamer.exceptions import forget_locals
 from streamer.fleet import Fleet
 from streamer.interrupts import Interrupts
 from streamer.leader import Leader
@@ -80,6 +81,7 @@ class Sync:
                     self._leader.fail(told)
                 finally:
                     fleet.give_up(told)
+                    forget_locals(error)
                 if told is not error:
                     raise told from error
                 raise

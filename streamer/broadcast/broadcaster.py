@@ -6,6 +6,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -138,16 +139,6 @@ class Broadcaster:
         self._current = weakref.ref(handover)
         ended = threading.Event()
         failures: list[BaseException] = []
-
-        def task() -> None:
-            try:
-                conduct(stream)
-            except BaseException as error:
-                failures.append(error)
-            finally:
-                handover.end()
-                ended.set()
-
         told = sent = 0
 
         def tell() -> None:
@@ -157,7 +148,7 @@ class Broadcaster:
                 told += 1
                 on_progress(sent)
 
-        self._tasks.put(task)
+        self._tasks.put(partial(_conduct, conduct, stream, handover, failures, ended))
         producer.produce(payloads, tell, check)
         # Every step of the sending thread has a deadline of its own. Whatever is raised here in the
         # meantime, by an observer or a handler of signals, must not leave it behind.
@@ -201,3 +192,20 @@ class Broadcaster:
         self._free()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
+
+
+def _conduct(
+    conduct: Callable[[ChunkStream], None],
+    stream: ChunkStream,
+    handover: Handover,
+    failures: list[BaseException],
+    ended: threading.Event,
+) -> None:
+    """A sync's part on the sending thread. A closure's frame, cleared, would still hold it all."""
+    try:
+        conduct(stream)
+    except BaseException as error:
+        failures.append(error)
+    finally:
+        handover.end()
+        ended.set()

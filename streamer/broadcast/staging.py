@@ -9,6 +9,7 @@ Everything is allocated at the first use and kept.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import queue
 import threading
@@ -258,7 +259,8 @@ class Stage:
             raise
 
     def close(self) -> None:
-        """Stop the threads. Jobs still queued must be such that their guard stops them."""
+        """Stop the threads and let go of the slots. Jobs still queued must be such that their guard
+        stops them."""
         for _ in self._threads:
             self._jobs.put(None)
         self._copies.put(None)
@@ -266,3 +268,6 @@ class Stage:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(deadline - time.monotonic(), 0.0))
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._slots.get_nowait()
