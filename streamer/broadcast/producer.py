@@ -18,6 +18,10 @@ from streamer.source import Payload, TensorSpec, WeightSource
 from streamer.trace import Trace
 from streamer.transport.base import Transport
 
+_TOGETHER = 256
+"""Small tensors that are copied at once. So few stay so short that the garbage collector need not
+walk the whole heap for them, which took a third of the time of 50,000 on CPUs."""
+
 
 class Producer:
     """Stages the chunks of one sync, as far ahead as there are buffers. For the pushing thread.
@@ -91,6 +95,9 @@ class Producer:
                 if self._lasting and self._stage.is_small(payload):
                     assert isinstance(payload, torch.Tensor)
                     together.append((payload, offset))
+                    if len(together) == _TOGETHER:
+                        self._add_all(staged, together)
+                        together.clear()
                     continue
                 self._add(staged.fill, spec, payload, offset)
                 del payload  # borrowed until now: the next one may need the memory

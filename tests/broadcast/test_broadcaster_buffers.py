@@ -16,7 +16,11 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @both_modes
-def test_a_lasting_source_is_copied_many_tensors_at_once(rig, expect, random_tensor, packed):
+@pytest.mark.parametrize("together", [1, 4, 256])
+def test_a_lasting_source_is_copied_many_tensors_at_once(
+    rig, expect, random_tensor, packed, together, monkeypatch
+):
+    monkeypatch.setattr("streamer.broadcast.producer._TOGETHER", together)
     tensors = {
         f"t{i}": random_tensor(dtype, (i % 5, 3))
         for i, dtype in enumerate([torch.bfloat16, torch.float32, torch.int64, torch.float16] * 9)
@@ -33,7 +37,7 @@ def test_a_lasting_source_is_copied_many_tensors_at_once(rig, expect, random_ten
             for name, tensor in tensors.items():
                 yield name, tensor.clone() if tensor.is_contiguous() else tensor
 
-    one = rig(packed=packed, buffer_size=300, workers=2)
+    one = rig(packed=packed, buffer_size=600, workers=2)
     one.sync(Lasting())
     expect(one, tensors)
 
