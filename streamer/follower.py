@@ -35,12 +35,15 @@ def follow(
     source: WeightSource,
     clock: Clock,
     check: Callable[[], None],
+    weight_version: str | None = None,
 ) -> Report:
     """Push ``source`` as a rank that does not send, and return the sender's report.
 
     Chunks are cut as the sender says, whatever this rank's own options are. ``check()`` is called
     in every wait and before each chunk, and may raise. Raises `RankError` if another rank fails or
-    does not come; what fails here is raised here, once the others are not kept waiting by it.
+    does not come, or pushes another ``weight_version``, where both have one: after failures, ranks
+    that nothing keeps in step may be at different ones. What fails here is raised here, once the
+    others are not kept waiting by it.
     """
     assert source.ranks is not None
     follower = Follower(source.ranks, clock, check)
@@ -51,6 +54,12 @@ def follow(
         mine = specs_of(source)
         agreed = follower.agree()
         _compare(mine, agreed["specs"])
+        if None not in (weight_version, agreed["version"]) and weight_version != agreed["version"]:
+            raise RankError(
+                f"rank {source.ranks.rank} pushes weight version {weight_version!r}, and rank 0 "
+                f"{agreed['version']!r}: every rank must push the same step at the same time",
+                source.ranks.rank,
+            )
         plan = make_plan(mine, packed=agreed["packed"], buffer_size=agreed["size"])
         payloads = checked(source, mine)
         with contextlib.closing(payloads):

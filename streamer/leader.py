@@ -89,13 +89,15 @@ class Leader:
         """Wait for every rank to push, for the connect timeout; then all ask for their specs."""
         self._go({}, self._timeouts.connect)
 
-    def begin(self, plan: Plan) -> None:
-        """Have every rank follow ``plan``. After `meet`."""
+    def begin(self, plan: Plan, weight_version: str | None = None) -> None:
+        """Have every rank follow ``plan``. After `meet`. One that was given another version than
+        this rank raises."""
         if self._over:
             return
         self._tensors = plan.tensors
         specs = fingerprints(plan.specs)
         agreed = {"packed": plan.packed, "size": plan.buffer_size, "specs": specs}
+        agreed["version"] = weight_version
         self._go(agreed, self._timeouts.progress)
         self._chunks = iter(plan.chunks)
 

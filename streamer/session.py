@@ -91,7 +91,7 @@ class Session:
         A source with ``ranks`` is pushed by all of them at the same time. Those that do not send
         contact no server, and return the sender's report. If one fails in here, all raise. One that
         fails before, in `connect`, say, or in code of the trainer, is waited for by the others for
-        the connect timeout.
+        the connect timeout. Ranks that are given different versions fail: they are out of step.
         """
         with self._alone():
             return self._run(source, weight_version, force)
@@ -128,7 +128,7 @@ class Session:
                 opened = open_source(source)
             ranks = ranks_of(opened)
             if ranks is not None and not ranks.sends:
-                report = self._follow(opened)
+                report = self._follow(opened, weight_version)
             else:
                 report = self._lead(opened, weight_version, force, watch)
             self._tell(SyncFinished(report))
@@ -151,9 +151,9 @@ class Session:
         step = partial(self.push, source, weight_version=weight_version, force=force)
         return await self._turn.beside(step, self.cancel)
 
-    def _follow(self, source: WeightSource) -> Report:
+    def _follow(self, source: WeightSource, weight_version: str | None) -> Report:
         with self._interrupts:
-            return follow(source, self._clock, self._interrupts.check)
+            return follow(source, self._clock, self._interrupts.check, weight_version)
 
     def _lead(
         self, source: WeightSource, weight_version: str | None, force: bool, watch: Stopwatch
@@ -166,7 +166,7 @@ class Session:
                     )
                 leader.meet()
                 plan = self._plan(source)
-                leader.begin(plan)
+                leader.begin(plan, weight_version)
             watch.lap("open")
             sync = Sync(self._fleet, plan, leader, self._clock, self._interrupts, self._tell)
             report = sync.run(source, weight_version, force, watch)

@@ -68,11 +68,11 @@ def cancelled():
     raise PushCancelled("the push was cancelled")
 
 
-def lead(source, clock, check=lambda: None):
+def lead(source, clock, check=lambda: None, version=None):
     with Leader(source, clock, check) as leader:
         leader.meet()
         plan = make_plan(source.specs(), buffer_size=16)
-        leader.begin(plan)
+        leader.begin(plan, version)
         payloads = leader.within(iter(source))
         for chunk in plan.chunks:
             check()
@@ -207,6 +207,30 @@ def test_one_that_comes_to_what_rank_0_has_given_up_is_told(two):
     with pytest.raises(RankError, match="rank 1 did not come"):
         follow(two[1], clock(), lambda: None)
     check_the_next_push_works(two)
+
+
+def test_ranks_at_different_steps_are_found_out(two):
+    """Rank 1 comes to what rank 0 has failed twice, and is one step behind from then on."""
+    for _ in range(2):
+        with pytest.raises(RankError, match="rank 1 did not come"):
+            lead(two[0], clock(connect=0.1), version="step-1")
+    with pytest.raises(RankError, match="rank 1 did not come"):
+        follow(two[1], clock(), lambda: None, "step-1")
+    zero = Beside(lead, two[0], clock(), lambda: None, "step-3")
+    with pytest.raises(RankError) as caught:
+        follow(two[1], clock(), lambda: None, "step-2")
+    message = "rank 1 pushes weight version 'step-2', and rank 0 'step-3': every rank must push "
+    assert str(caught.value) == f"{message}the same step at the same time"
+    outcome = zero.outcome()
+    assert (type(outcome), str(outcome), outcome.rank) == (RankError, str(caught.value), 1)
+    check_the_next_push_works(two)
+
+
+@pytest.mark.parametrize("versions", [("v", "v"), ("v", None), (None, "v")])
+def test_one_version_of_one_push_is_no_difference(two, versions):
+    zero = Beside(lead, two[0], clock(), lambda: None, versions[0])
+    assert follow(two[1], clock(), lambda: None, versions[1]) == REPORT
+    assert zero.outcome() == REPORT
 
 
 def test_one_that_is_cancelled_as_its_source_is_opened_is_in_that_push(two, barrier):

@@ -128,6 +128,15 @@ def test_ranks_that_push_other_tensors(fails: Any, server: Any, how: str) -> Non
     }
 
 
+def test_ranks_that_push_other_steps(fails: Any, server: Any) -> None:
+    failures = fails(3, 1, "other step", url=server.url)
+    text = (
+        "rank 1 pushes weight version 'step-2', and rank 0 'step-3': every rank must push the same "
+        "step at the same time"
+    )
+    assert [(each["error"], each["text"]) for each in failures] == [("RankError", text)] * 3
+
+
 @pytest.mark.parametrize("who", [0, 2])
 def test_a_rank_that_does_not_come(fails: Any, server: Any, who: int) -> None:
     failures = fails(3, who, "absent", url=server.url)

@@ -180,6 +180,8 @@ def fails(
         url = "ftp://host"
     if rank == who and how == "version":
         options["weight_version"] = ""
+    if how == "other step":
+        options["weight_version"] = "step-2" if rank == who else "step-3"
     if how == "closed" and rank == who:
         session = streamer.connect(url if rank == 0 else None, timeouts=timeouts)
         session.close()
