@@ -56,8 +56,11 @@ async def apush(
     **options: Unpack[ConnectOptions],
 ) -> Report:
     """`streamer.push` for asyncio: connect, send, disconnect."""
-    async with aconnect(to, **options) as session:
-        return await session.apush(source, weight_version=weight_version, force=force)
+    try:
+        async with aconnect(to, **options) as session:
+            return await session.apush(source, weight_version=weight_version, force=force)
+    finally:
+        del source  # an error keeps this frame
 
 
 def _on(loop: asyncio.AbstractEventLoop, server: str | Engine) -> str | Engine:

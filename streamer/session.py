@@ -27,7 +27,13 @@ from streamer.drivers.factory import (
 )
 from streamer.drivers.mark import check_weight_version
 from streamer.events import Event, SyncFailed, SyncFinished
-from streamer.exceptions import PushCancelled, SourceError, StreamerError, UsageError
+from streamer.exceptions import (
+    PushCancelled,
+    SourceError,
+    StreamerError,
+    UsageError,
+    forget_locals,
+)
 from streamer.fleet import Fleet
 from streamer.follower import follow
 from streamer.held import Held
@@ -38,7 +44,7 @@ from streamer.plan import Plan, make_plan
 from streamer.ranks import several_ranks
 from streamer.registry import default_registry, open_source
 from streamer.report import Report, Stopwatch
-from streamer.source import WeightSource, close_source, ranks_of, specs_of
+from streamer.source import WeightSource, close_source, ranks_of, specs_of, version_of
 from streamer.sync import Sync
 from streamer.timeouts import Clock
 from streamer.turn import AGAIN_SECONDS, Turn
@@ -91,10 +97,17 @@ class Session:
         A source with ``ranks`` is pushed by all of them at the same time. Those that do not send
         contact no server, and return the sender's report. If one fails in here, all raise. One that
         fails before, in `connect`, say, or in code of the trainer, is waited for by the others for
-        the connect timeout. Ranks that are given different versions fail: they are out of step.
+        the connect timeout. All raise, too, if the ``weight_version`` of a rank, or its source's,
+        is not that of rank 0, where both have one: they are at different steps.
         """
-        with self._alone():
-            return self._run(source, weight_version, force)
+        try:
+            with self._alone():
+                return self._run(source, weight_version, force)
+        except BaseException as error:
+            forget_locals(error)
+            raise
+        finally:
+            del source  # an error keeps this frame
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -149,11 +162,15 @@ class Session:
     ) -> Report:
         """`push` for asyncio, which runs on a thread of its own: see `streamer.aio`."""
         step = partial(self.push, source, weight_version=weight_version, force=force)
-        return await self._turn.beside(step, self.cancel)
+        try:
+            return await self._turn.beside(step, self.cancel)
+        finally:
+            del source, step  # an error keeps this frame
 
     def _follow(self, source: WeightSource, weight_version: str | None) -> Report:
         with self._interrupts:
-            return follow(source, self._clock, self._interrupts.check, weight_version)
+            version = weight_version or version_of(source)
+            return follow(source, self._clock, self._interrupts.check, version)
 
     def _lead(
         self, source: WeightSource, weight_version: str | None, force: bool, watch: Stopwatch
@@ -166,7 +183,7 @@ class Session:
                     )
                 leader.meet()
                 plan = self._plan(source)
-                leader.begin(plan, weight_version)
+                leader.begin(plan, weight_version or version_of(source))
             watch.lap("open")
             sync = Sync(self._fleet, plan, leader, self._clock, self._interrupts, self._tell)
             report = sync.run(source, weight_version, force, watch)
@@ -309,7 +326,10 @@ def push(
     **options: Unpack[ConnectOptions],
 ) -> Report:
     """Push ``source`` once: connect, send, disconnect. See `connect` and `Session.push`."""
-    with announced(source):
-        session = Session(to, **options)
-    with session:
-        return session.push(source, weight_version=weight_version, force=force)
+    try:
+        with announced(source):
+            session = Session(to, **options)
+        with session:
+            return session.push(source, weight_version=weight_version, force=force)
+    finally:
+        del source  # an error keeps this frame

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from streamer.drivers.factory import refuse_one_twice
 from streamer.drivers.mark import check_weight_version
 from streamer.events import ChunkSent, Event, SyncStarted
-from streamer.exceptions import forget_locals
 from streamer.fleet import Fleet
 from streamer.interrupts import Interrupts
 from streamer.leader import Leader
@@ -81,7 +80,6 @@ class Sync:
                     self._leader.fail(told)
                 finally:
                     fleet.give_up(told)
-                    forget_locals(error)
                 if told is not error:
                     raise told from error
                 raise
@@ -92,15 +90,6 @@ class Sync:
         fleet, plan, leader = self._fleet, self._plan, self._leader
         assert fleet.group is not None
         payloads = checked(source, plan.specs)
-
-        def on_progress(nbytes: int) -> None:
-            self._tell(ChunkSent(min(nbytes, plan.nbytes), plan.nbytes))
-
-        def check() -> None:
-            self._interrupts.check()
-            self._clock.check()
-            leader.check()
-
         # No signal breaks into a collective that other ranks are in.
         within = self._interrupts.within if leader.alone else leader.within
         with contextlib.closing(payloads):
@@ -108,10 +97,18 @@ class Sync:
                 plan,
                 within(payloads),
                 lambda: fleet.each(lambda driver: driver.begin(version)),
-                on_progress,
-                check,
+                self._on_progress,
+                self._check,
                 source=source,
             )
+
+    def _on_progress(self, nbytes: int) -> None:
+        self._tell(ChunkSent(min(nbytes, self._plan.nbytes), self._plan.nbytes))
+
+    def _check(self) -> None:
+        self._interrupts.check()
+        self._clock.check()
+        self._leader.check()
 
     def _servers(self, *, sent: bool) -> list[ServerReport]:
         return [

@@ -44,11 +44,13 @@ class Turn:
         results: list[_T] = []
         failures: list[BaseException] = []
         surroundings, context = _surroundings(), contextvars.copy_context()
+        steps = [step]
+        del step  # an error that is kept keeps this frame
 
         def run() -> None:
             try:
                 with surroundings():
-                    results.append(step())
+                    results.append(steps.pop()())
             except BaseException as error:
                 failures.append(error)
             finally:

@@ -16,7 +16,7 @@ from streamer.broadcast.ring import Ring
 from streamer.broadcast.staging import Stage
 from streamer.broadcast.stream import ChunkStream
 from streamer.defaults import DEFAULT_NUM_BUFFERS, DEFAULT_THREADS
-from streamer.exceptions import StreamerError
+from streamer.exceptions import SourceError, StreamerError, forget_locals
 from streamer.plan import Chunk, Plan
 from streamer.source import Payload, WeightSource
 from streamer.trace import Trace
@@ -139,15 +139,7 @@ class Broadcaster:
         self._current = weakref.ref(handover)
         ended = threading.Event()
         failures: list[BaseException] = []
-        told = sent = 0
-
-        def tell() -> None:
-            nonlocal told, sent
-            while told < handover.sent:
-                sent += plan.chunks[told].nbytes
-                told += 1
-                on_progress(sent)
-
+        tell = _Teller(plan, handover, on_progress)
         self._tasks.put(partial(_conduct, conduct, stream, handover, failures, ended))
         producer.produce(payloads, tell, check)
         # Every step of the sending thread has a deadline of its own. Whatever is raised here in the
@@ -166,6 +158,10 @@ class Broadcaster:
         if handover.late_reads or failures:
             self._free()
         if failures:
+            if handover.failure is not None:  # nobody raises it
+                forget_locals(handover.failure)
+                if isinstance(handover.failure, SourceError):
+                    failures[0].add_note(f"the source failed as well: {handover.failure}")
             raise failures[0]
         if handover.failure is not None:
             raise handover.failure
@@ -194,6 +190,25 @@ class Broadcaster:
             self._thread.join(timeout=5)
 
 
+# Where an error may come through there are no closures: what they share outlives a cleared frame.
+
+
+class _Teller:
+    """Tells ``on_progress`` of the chunks that were sent since it was last called, one by one."""
+
+    def __init__(self, plan: Plan, handover: Handover, on_progress: Callable[[int], None]) -> None:
+        self._plan = plan
+        self._handover = handover
+        self._on_progress = on_progress
+        self._chunks = self._nbytes = 0
+
+    def __call__(self) -> None:
+        while self._chunks < self._handover.sent:
+            self._nbytes += self._plan.chunks[self._chunks].nbytes
+            self._chunks += 1
+            self._on_progress(self._nbytes)
+
+
 def _conduct(
     conduct: Callable[[ChunkStream], None],
     stream: ChunkStream,
@@ -201,7 +216,7 @@ def _conduct(
     failures: list[BaseException],
     ended: threading.Event,
 ) -> None:
-    """A sync's part on the sending thread. A closure's frame, cleared, would still hold it all."""
+    """A sync's part on the sending thread."""
     try:
         conduct(stream)
     except BaseException as error:

@@ -124,9 +124,11 @@ class Producer:
             self._stage.add_all(staged.fill, found)
         except Exception:
             # It does not say at which one: one by one, the culprit is named.
-            specs = dict(zip(staged.chunk.offsets, staged.chunk.specs, strict=True))
+            placed = zip(staged.chunk.offsets, staged.chunk.specs, strict=True)
+            # An empty tensor is where the next one is.
+            specs = {(offset, spec.nbytes): spec for offset, spec in placed}
             for tensor, offset in found:
-                self._add(staged.fill, specs[offset], tensor, offset)
+                self._add(staged.fill, specs[offset, tensor.nbytes], tensor, offset)
 
     def _lend(self, chunk: Chunk, tensor: torch.Tensor) -> bool:
         """Broadcast a borrowed device tensor where it is: wait until that is on the stream."""

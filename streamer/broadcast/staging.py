@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from streamer.broadcast.fill import SLOT_SIZE, Fill, Segment, bounds, cut_regions, read
+from streamer.exceptions import forget_locals
 from streamer.payloads import as_bytes, as_memoryview, as_raw
 from streamer.source import DeferredTensor, Payload
 from streamer.trace import Trace
@@ -201,6 +202,7 @@ class Stage:
             try:
                 take(fill, region, guard)
             except BaseException as error:
+                forget_locals(error)  # else the error, which is in the fill, would keep the fill
                 fill.end(error)
             del job, fill, region, guard
 

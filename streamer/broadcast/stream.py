@@ -133,7 +133,9 @@ class ChunkStream:
         self._transport.check()
         if not isinstance(error, StreamerError):
             what = _range(staged.chunk)
-            error = SourceError(f"reading {what}: {type(error).__name__}: {one_line(error)}")
+            problem = SourceError(f"reading {what}: {type(error).__name__}: {one_line(error)}")
+            problem.__cause__ = error
+            error = problem
         self._handover.fail(error)
 
     def _broadcast(self, staged: Staged) -> None:

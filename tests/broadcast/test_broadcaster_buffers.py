@@ -45,7 +45,9 @@ def test_a_lasting_source_is_copied_many_tensors_at_once(
 @pytest.mark.parametrize("worse", [False, True], ids=["copied one by one", "culprit"])
 def test_a_copy_of_many_tensors_that_fails(rig, expect, make_source, monkeypatch, worse):
     """It does not say at which tensor."""
-    source = make_source({f"t{i}": torch.full((3,), float(i)) for i in range(6)})
+    tensors = {f"t{i}": torch.full((3,), float(i)) for i in range(6)}
+    tensors["t1"] = torch.zeros(0)  # has the place of the next one
+    source = make_source(tensors)
     source.lasting = True
 
     def fail(*args):

@@ -128,8 +128,9 @@ def test_ranks_that_push_other_tensors(fails: Any, server: Any, how: str) -> Non
     }
 
 
-def test_ranks_that_push_other_steps(fails: Any, server: Any) -> None:
-    failures = fails(3, 1, "other step", url=server.url)
+@pytest.mark.parametrize("how", ["other step", "other commit"])
+def test_ranks_that_push_other_steps(fails: Any, server: Any, how: str) -> None:
+    failures = fails(3, 1, how, url=server.url)
     text = (
         "rank 1 pushes weight version 'step-2', and rank 0 'step-3': every rank must push the same "
         "step at the same time"

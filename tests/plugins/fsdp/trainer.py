@@ -182,6 +182,9 @@ def fails(
         options["weight_version"] = ""
     if how == "other step":
         options["weight_version"] = "step-2" if rank == who else "step-3"
+    if how == "other commit":
+        source = streamer.open_source(model)
+        source.weight_version = "step-2" if rank == who else "step-3"
     if how == "closed" and rank == who:
         session = streamer.connect(url if rank == 0 else None, timeouts=timeouts)
         session.close()
