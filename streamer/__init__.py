@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from streamer.aio import aconnect, apush
+    from streamer.api import connect, push
     from streamer.drivers.base import ServerInfo
     from streamer.drivers.engine import Engine
     from streamer.drivers.sync_client import WeightSyncClient
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from streamer.ranks import Ranks
     from streamer.registry import open_source, register_plugin
     from streamer.report import Report, Seconds, ServerReport
-    from streamer.session import Session, connect, push
+    from streamer.session import Session
     from streamer.source import DeferredTensor, Payload, TensorSpec, WeightSource
     from streamer.timeouts import Timeouts
     from streamer.trace import Trace
@@ -147,13 +148,13 @@ _HOMES = {
     "aconnect": "aio",
     "apush": "aio",
     "cast": "transforms",
-    "connect": "session",
+    "connect": "api",
     "exclude": "transforms",
     "hookimpl": "hookspecs",
     "make_plan": "plan",
     "map_tensors": "transforms",
     "open_source": "registry",
-    "push": "session",
+    "push": "api",
     "register_plugin": "registry",
     "rename": "transforms",
     "select": "transforms",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from streamer.api import connect
 from streamer.bench.measure import PUSH, Row, repeated
 from streamer.defaults import MIB
 from streamer.options import ConnectOptions
-from streamer.session import Session, connect
+from streamer.session import Session
 from streamer.source import WeightSource, specs_of
 from streamer.trace import Trace
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from torch import nn
 from transformers import TrainerCallback
 
+from streamer.api import connect
 from streamer.drivers.factory import Servers
 from streamer.exceptions import StreamerError, UsageError
 from streamer.integrations.replicas import Replicas
@@ -21,7 +22,7 @@ from streamer.options import ConnectOptions, Options
 from streamer.ranks import Ranks, several_ranks
 from streamer.registry import open_source
 from streamer.report import Report
-from streamer.session import Session, connect
+from streamer.session import Session
 from streamer.source import WeightSource
 
 if TYPE_CHECKING:
