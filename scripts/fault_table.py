@@ -75,7 +75,7 @@ What NCCL makes different:
 - Of 200 syncs in a row, a fault in every tenth, the last verifies; threads, descriptors, keys and
   memory of trainer, server and worker do not grow. That takes `MALLOC_MMAP_THRESHOLD_=131072`:
   [NCCL alone](gpus.md#memory-and-speed), with nothing of ours, grows by 116 MiB in 40 joins without
-  it, and by 0.7 MiB with it (`tests/gpu/growth.py`, in the same run as the table below).
+  it, and by 0.7 MiB with it (`tests/gpu/growth.py`, one H200, a12e27c).
 
 Written by `python scripts/fault_table.py faults.xml GPUS COMMIT`, from the part `faults` of
 `tests/gpu/run.sh`. All of it held between two H200s at 1242cd5. The last run:
